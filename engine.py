@@ -1,0 +1,1196 @@
+"""The model: loading, jobs, steps and figures. Knows nothing of HTTP, JSON bodies or API dialects.
+
+One thread, `Engine._run`, owns the backend: nothing else calls `submit`, `cancel`, `iterate`
+or `inject` of it. The event loop talks to that thread through a deque of commands and hears back in
+batches, one `loop.call_soon_threadsafe` per step, never one per token:
+
+    event loop:     Engine.submit / cancel / inject -> commands
+    engine thread:  commands -> admit waiting jobs to free slots -> backend.iterate() -> batch
+    event loop:     Engine._on_batch -> job.on_update(update) for each job of the batch
+
+The hand-over is bounded: with MAX_UNDELIVERED batches not yet taken the engine thread waits, so a
+slow event loop slows the model instead of piling up tokens. The thread sleeps on an event when
+there is neither a job nor a command.
+
+What a job's listener sees, always, as a grammar (tests/test_engine.py holds it):
+
+    waiting: started? progress* token* (done | cancelled | failed)          exactly one end
+
+A *slot* is held exactly by a job that was handed to the backend and has not ended. More jobs than
+slots wait first in, first out. A job that fails alone ends alone; when `iterate` raises, every job
+in a slot fails, the backend is rebuilt over the loaded model and the waiting jobs go on
+(`_recover`); when that fails too, the engine is dead and says why in `Engine.fatal`.
+
+Two backends keep the `Backend` contract: `Exl3Backend` (the real exllamav3) and `FakeBackend`
+(no torch, deterministic, paced; for trying clients and for tests). torch and exllamav3 are
+imported only inside functions that need a real model: importing exllamav3 can compile CUDA code
+for minutes, and `--help` and `--fake` must start at once.
+
+Units: tokens are counted in `n_*`, times are seconds as `*_s` (they become milliseconds where
+they are written on the wire), sizes are `*_bytes`. Token ids are plain Python ints here.
+
+Not here, on purpose: stop *strings*, reasoning tags and tool calls (text matters, exl3_serve.py),
+sampling defaults (requests decide), HTTP.
+
+Reading order: data, contract, fake, exllamav3 backend, engine thread.
+"""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import copy
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property, lru_cache
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
+
+log = logging.getLogger("exl3_serve.engine")
+
+# ==== Limits ======================================================================================
+
+MAX_UNDELIVERED = 2  # batches the event loop may lag behind the engine thread (design, section 2)
+REQUEUE_TOKENS = 2048  # a job too big for its share of the cache takes it in rounds of this many
+FAKE_CHUNK = 512  # prompt tokens the fake engine takes per step, llama-server's n_ubatch
+MAX_GRAMMARS = 64  # compiled ones kept for the next request with the same
+RECOVERY_WINDOW_S = 60.0  # --recovery-attempts are counted within this time
+
+# Sampling keys the engine understands: llama-server's names, each with the value that turns it off.
+NEUTRAL_SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+NEUTRAL_SAMPLING |= {"xtc_probability": 0.0, "xtc_threshold": 0.1}
+NEUTRAL_SAMPLING |= {"repeat_penalty": 1.0, "repeat_last_n": 64}
+NEUTRAL_SAMPLING |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+NEUTRAL_SAMPLING |= {"dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2}
+NEUTRAL_SAMPLING |= {"dry_penalty_last_n": -1, "dry_sequence_breakers": ["\n", ":", '"', "*"]}
+NEUTRAL_SAMPLING |= {"adaptive_target": -1.0, "adaptive_decay": 0.9}
+NEUTRAL_SAMPLING["samplers"] = "penalties dry top_k top_p min_p xtc temperature".split()
+
+
+# ==== Errors ======================================================================================
+
+
+class LoadError(Exception):
+    """The model cannot be loaded or served as asked; the text is one line for the operator."""
+
+
+class BadGrammar(ValueError):
+    """A grammar or schema that does not compile; the text is the compiler's reason."""
+
+
+# ==== Data ========================================================================================
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is fixed once a model is loaded. Token ids are ints, pieces are text."""
+
+    model_dir: str
+    n_ctx: int  # tokens one request may use: prompt and answer together
+    n_vocab: int
+    engine: dict[str, Any]  # the `engine` block of /props
+    eos_ids: frozenset[
+        int
+    ]  # every token that ends an answer (config, tokenizer, generation config)
+    eos_id: int | None
+    bos_id: int | None = None
+    add_bos: bool = False  # the tokenizer puts BOS in front of a text
+    special_ids: frozenset[int] = frozenset()  # control tokens: shown only where a request wants it
+
+
+@dataclass(slots=True)
+class GenerationParams:
+    """One choice to generate. Validated before it gets here: nothing in it may raise later."""
+
+    prompt_ids: list[int]
+    max_tokens: int  # 0: the prompt is evaluated, nothing generated
+    sampling: dict[str, Any] = field(default_factory=dict)  # see NEUTRAL_SAMPLING
+    logit_bias: dict[int, float] = field(default_factory=dict)  # -inf bans a token
+    seed: int | None = None
+    ignore_eos: bool = False
+    n_probs: int = -1  # -1: none; 0: the sampled token's; n: the n most likely tokens' as well
+    visible_ids: frozenset[int] = frozenset()  # control tokens to show: markers of the tool format
+    banned_strings: list[str] = field(default_factory=list)
+    grammar: Any = None  # what Backend.compile_grammar returned, one per job
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one token, or a few that share a character, adds to the text."""
+
+    text: str
+    ids: list[int]
+    n_decoded: int  # tokens generated so far, this piece included
+    probs: list[tuple[float, list[tuple[int, float]]]] | None = None  # per id: own, top (id, p)
+
+
+class EndKind(Enum):
+    """How a job ended; the first three are `done` in the grammar above."""
+
+    STOP = "eos"  # a stop token was generated
+    LIMIT = "limit"
+    GRAMMAR = "grammar"  # the grammar allows nothing more
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Update:
+    """What one step says about one job. `end` is set in the last one and never again."""
+
+    job: Job
+    started: bool = False
+    progress: int | None = None  # prompt tokens evaluated or found in the cache so far
+    pieces: list[Piece] = field(default_factory=list)
+    end: EndKind | None = None
+    error: str = ""  # with FAILED: what to tell the client
+    retry: bool = False  # with FAILED: the same request may succeed when sent again
+    n_cached: int = 0  # prompt tokens served from the prefix cache
+    n_decoded: int = 0
+    prompt_s: float = 0.0  # from the step the job started in to the first decode step
+    predicted_s: float = 0.0  # from the step that produced the first token
+    n_draft: int = 0
+    n_draft_accepted: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One generation on its way through the engine.
+
+    The event loop makes it and owns `on_update` and `cancelled`; the engine thread owns the rest
+    once submitted. Reading single fields from the other thread is safe and may be a step old.
+    """
+
+    params: GenerationParams
+    on_update: Callable[[Update], None]
+    id_task: int = -1
+    id_slot: int = -1  # the slot held, -1 while waiting
+    submitted: float = 0.0  # time.perf_counter()
+    started: float = 0.0  # likewise; 0 until a slot was free
+    cancelled: bool = False  # no more updates are wanted but the end
+    ended: bool = False
+    last: Update | None = None  # the newest update that the engine made: for /slots
+    n_decoded: int = 0  # the backend's own count
+    handle: Any = None  # the backend's own object
+    pending_filters: bool = False  # the grammar waits until an injected text is through
+
+
+# ==== Contract ====================================================================================
+
+
+class Backend(Protocol):
+    """What the engine thread needs of a model. Methods marked * are called from worker threads."""
+
+    info: ModelInfo
+
+    def submit(self, job: Job) -> None:
+        """Takes a job. ValueError or AssertionError fail this job alone."""
+
+    def cancel(self, job: Job) -> None:
+        """Forgets a job that was submitted and has not ended; nothing is heard of it again."""
+
+    def iterate(self) -> list[Update]:
+        """One step: at most one update per job. Any exception means the generator has failed."""
+
+    def remaining(self) -> int:
+        """Jobs submitted and not ended."""
+
+    def idle(self) -> bool:
+        """Does a little housekeeping; True when there is more of it."""
+
+    def inject(self, job: Job, text: str) -> None:
+        """Makes `text` the job's next tokens; a grammar starts anew after them."""
+
+    def rebuild(self) -> None:
+        """Replaces a failed generator over the same model; raises when that is impossible."""
+
+    def close(self) -> None:
+        """Gives up what a retired generator holds."""
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        """* Token ids of a text; `special`: control tokens written in it count as such."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """* Text of token ids, control tokens included, broken characters as U+FFFD."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """* The bytes one token stands for, also where they are no whole character."""
+
+    def single_id(self, text: str) -> int | None:
+        """* The id of the token whose text this is exactly, if there is one."""
+
+    def compile_grammar(self, kind: str, source: str, trigger_id: int | None) -> Any:
+        """* A fresh constraint for one job; BadGrammar with the reason.
+
+        `kind` is "json_schema", "lark" or "gbnf". With `trigger_id` it binds from the token after
+        that one, else from the first.
+        """
+
+
+# ==== The fake engine =============================================================================
+
+
+FAKE_KEYS = {"hex", "end", "error"}
+
+
+@dataclass(slots=True)
+class _FakeRun:
+    """A running job of the fake: what is still to be said and what was taken of the prompt."""
+
+    job: Job
+    script: Iterator[Any]
+    n_done: int = 0  # prompt tokens taken
+    n_decoded: int = 0
+    time_started: float = 0.0
+    time_decode: float = 0.0
+    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    held_ids: list[int] = field(default_factory=list)
+
+
+class FakeBackend:
+    """The contract without a model: one piece a step and job, on its own clock.
+
+    Prompt tokens are the bytes of the prompt (ids 0-255), 256 ends an answer, ids above name the
+    pieces that were said. Nothing is cached, so `n_cached` is always 0. A grammar is checked where
+    llguidance is installed but constrains nothing: the script is the script.
+    """
+
+    EOS = 256
+    N_VOCAB = 65536
+
+    def __init__(self, args: Namespace, model_dir: str) -> None:
+        """`args`: `fake_delay` seconds a step, `fake_script` a path or None, `cache_size`."""
+        self.delay_s = args.fake_delay
+        self.script = json.loads(Path(args.fake_script).read_text()) if args.fake_script else None
+        for item in self.script or []:
+            if not isinstance(item, str) and not (
+                isinstance(item, dict) and FAKE_KEYS & item.keys()
+            ):
+                raise LoadError(f"--fake-script: {item!r} is no piece, see the README")
+        self.runs: dict[int, _FakeRun] = {}
+        self.said: dict[bytes, int] = {}  # the ids of pieces
+        engine = {"name": "fake", "version": "0", "server_pid": os.getpid()}
+        eos = frozenset([self.EOS])
+        self.info = ModelInfo(model_dir, args.cache_size, self.N_VOCAB, engine, eos, self.EOS)
+
+    def submit(self, job: Job) -> None:
+        job.handle = run = _FakeRun(job, self._script_for(job.params))
+        self.runs[job.id_task] = run
+
+    def _script_for(self, params: GenerationParams) -> Iterator[Any]:
+        items, n = self.script, len(params.prompt_ids)
+        if items is None:
+            text = "This is the fake engine of exl3-serve: no model is loaded. Your prompt has "
+            text += f"{n} tokens and the sum of their ids is {sum(params.prompt_ids)}."
+            items = re.findall(r"^\S+|\s\S+", text)
+        return itertools.cycle(items) if params.ignore_eos else iter(items)
+
+    def cancel(self, job: Job) -> None:
+        self.runs.pop(job.id_task, None)
+
+    def iterate(self) -> list[Update]:
+        now = time.perf_counter()
+        for run in self.runs.values():
+            run.time_started = run.time_started or now
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        updates = [self._step(run, now) for run in self.runs.values()]
+        for update in updates:
+            if update.end is not None:
+                del self.runs[update.job.id_task]
+        return updates
+
+    def _step(self, run: _FakeRun, step_start: float) -> Update:
+        """A chunk of the prompt or one piece, never both: the two clocks must not share a step."""
+        n_prompt = len(run.job.params.prompt_ids)
+        update = Update(run.job, started=run.n_done == 0)
+        if run.n_done < n_prompt:
+            update.progress = run.n_done = min(n_prompt, run.n_done + FAKE_CHUNK)
+        else:
+            run.time_decode = run.time_decode or step_start
+            self._decode(run, update)
+        now = time.perf_counter()
+        update.prompt_s = (run.time_decode or now) - run.time_started
+        update.n_decoded = run.n_decoded
+        update.predicted_s = now - run.time_decode if run.n_decoded else 0.0
+        return update
+
+    def _decode(self, run: _FakeRun, update: Update) -> None:
+        params = run.job.params
+        item = next(run.script, {"end": "stop"}) if params.max_tokens else {"end": "length"}
+        data, ids = b"", []
+        match item:
+            case {"error": text}:
+                update.end, update.error = EndKind.FAILED, text
+                return
+            case {"end": "length"}:
+                update.end = EndKind.LIMIT
+            case {"end": _}:
+                update.end, ids = EndKind.STOP, [self.EOS]
+            case _:
+                data = bytes.fromhex(item["hex"]) if isinstance(item, dict) else item.encode()
+                ids = [self._id_of(data)]
+        run.n_decoded += len(ids)
+        if update.end is None and run.n_decoded >= params.max_tokens:
+            update.end = EndKind.LIMIT
+        text = run.decoder.decode(data, final=update.end is not None)
+        run.held_ids += ids
+        if run.held_ids and (text or update.end is not None):
+            probs = [(1.0, [(i, 1.0)][: params.n_probs]) for i in run.held_ids]
+            shown = probs if params.n_probs >= 0 else None
+            update.pieces.append(Piece(text, run.held_ids, run.n_decoded, shown))
+            run.held_ids = []
+
+    def remaining(self) -> int:
+        return len(self.runs)
+
+    def idle(self) -> bool:
+        return False
+
+    def inject(self, job: Job, text: str) -> None:
+        job.handle.script = itertools.chain([text], job.handle.script)
+
+    def rebuild(self) -> None:
+        self.runs.clear()
+
+    close = rebuild
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        return list(text.encode("utf-8", "replace"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id < 256:
+            return bytes([token_id])
+        return next((data for data, i in self.said.items() if i == token_id), b"")
+
+    def _id_of(self, data: bytes) -> int:
+        if len(self.said) + 257 >= self.N_VOCAB:
+            self.said.clear()
+        return data[0] if len(data) == 1 else self.said.setdefault(data, 257 + len(self.said))
+
+    def single_id(self, text: str) -> int | None:
+        return None
+
+    def compile_grammar(self, kind: str, source: str, trigger_id: int | None) -> Any:
+        if importlib.util.find_spec("llguidance"):
+            _check_grammar(kind, source)
+        return None
+
+
+# ==== exllamav3 ===================================================================================
+
+
+def add_model_args(parser: ArgumentParser) -> bool:
+    """Adds exllamav3's own flags to `parser`, exactly as the installed version defines them.
+
+    `model_init.add_args` is taken out of the installed source and run alone, because importing
+    exllamav3 can compile CUDA code for minutes. False when exllamav3 is not installed: then only
+    the two flags that the fake engine understands are there.
+    """
+    spec = importlib.util.find_spec("exllamav3")
+    if spec is None or spec.origin is None:
+        parser.add_argument("-m", "--model_dir", help="Path to model directory")
+        parser.add_argument("-cs", "--cache_size", type=int, default=32768, help="n_ctx in tokens")
+        return False
+    source = (Path(spec.origin).parent / "model_init.py").read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    tree.body = [node for node in tree.body if getattr(node, "name", "") == "add_args"]
+    names: dict[str, Any] = {"ArgumentParser": ArgumentParser}
+    exec(compile(tree, "model_init.py", "exec"), names)
+    names["add_args"](parser, default_cache_size=32768, add_draft_model_args=True)
+    for action in parser._actions:
+        if action.dest == "model_dir":
+            action.required = False  # --fake needs none; main() asks for it otherwise
+    return True
+
+
+def _check_grammar(kind: str, source: str, tokenizer: Any = None) -> None:
+    """BadGrammar with the reason when llguidance cannot use it."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        reason = LLMatcher.validate_grammar(grammar_from(kind, source), tokenizer)
+    except Exception as exc:  # the converters raise whatever their parser met
+        reason = str(exc) or type(exc).__name__
+    if reason:
+        raise BadGrammar(reason)
+
+
+def make_sampler(params: GenerationParams) -> Any:
+    """The exllamav3 sampler for these settings: llama-server's order and meanings.
+
+    Temperature 0 (or below) is greedy. Steps that are off are left out; exllamav3 inserts the
+    sorting and normalising between the others itself. One sampler serves one job: some keep state.
+    """
+    from exllamav3.generator import sampler as s
+
+    o = NEUTRAL_SAMPLING | params.sampling
+    last_n = o["repeat_last_n"] if o["repeat_last_n"] >= 0 else int(10e7)
+    dry_n, xtc = o["dry_penalty_last_n"], (o["xtc_probability"], o["xtc_threshold"])
+    dry = (o["dry_multiplier"], o["dry_base"], o["dry_allowed_length"], max(dry_n, 0))
+    breakers = o.get("dry_breaker_ids")
+    presence = (o["presence_penalty"], o["frequency_penalty"])
+    # name in llama-server's `samplers`, whether it does anything, the step
+    table: list[tuple[str, Any, Callable[[], Any]]] = [
+        (
+            "penalties",
+            last_n and o["repeat_penalty"] != 1.0,
+            lambda: s.SS_RepP(o["repeat_penalty"], last_n, 0),
+        ),
+        ("penalties", last_n and any(presence), lambda: s.SS_PresFreqP(*presence, last_n, 0)),
+        ("dry", dry[0] and dry_n, lambda: s.SS_DRY(*dry, breakers)),
+        ("top_k", o["top_k"] > 0, lambda: s.SS_TopK(o["top_k"])),
+        ("top_p", o["top_p"] < 1, lambda: s.SS_TopP(o["top_p"])),
+        ("min_p", o["min_p"] > 0, lambda: s.SS_MinP(o["min_p"])),
+        ("xtc", xtc[0] > 0 and xtc[1] <= 0.5, lambda: s.SS_XTC(*xtc, [])),
+        ("temperature", o["temperature"] != 1.0, lambda: s.SS_Temperature(o["temperature"])),
+    ]
+    # exllamav3 takes biases and penalties on untouched logits only, so they always come first
+    early = [name for name in ("penalties", "dry") if name in o["samplers"]]
+    late = [name for name in o["samplers"] if name not in ("penalties", "dry")]
+    greedy = o["temperature"] <= 0
+    order = early if greedy else early + late
+    stack = [s.SS_LogitBias(params.logit_bias)] if params.logit_bias else []
+    stack += [make() for name in order for row, on, make in table if row == name and on]
+    if greedy:
+        stack.append(s.SS_Argmax())
+    elif 0 <= o["adaptive_target"] < 1:
+        stack.append(s.SS_AdaptiveP(o["adaptive_target"], o["adaptive_decay"]))
+    else:
+        stack.append(s.SS_Sample())
+    return s.CustomSampler(stack)
+
+
+# model_init's arguments that its init() leaves to the Generator, under the Generator's own names
+GENERATOR_OPTIONS = "num_draft_tokens ngram_match_min ngram_corpus hybrid_draft_tokens".split()
+GENERATOR_OPTIONS += "draft_confidence sparse_draft_head disk_cache_dir".split()
+GENERATOR_PARTS = ("model", "cache", "tokenizer", "draft_model", "draft_cache")
+GENERATOR_GIB_OPTIONS = "cpu_cache_size disk_cache_size recurrent_cache_size".split()
+
+
+Progress = Callable[[int, int], Any]  # modules loaded, modules in all
+
+
+class Exl3Backend:
+    """exllamav3's generator behind the contract. Figures are the generator's own.
+
+    `time_first_token` of an exllamav3 job is the start of the step that samples the first token,
+    so `time_generate` spans as many steps as there are tokens.
+    """
+
+    def __init__(self, args: Namespace, n_slots: int, argv: list[str], on_progress: Progress):
+        """Loads the model; minutes. LoadError, or whatever exllamav3 raises, when it cannot."""
+        from exllamav3 import model_init
+
+        args.autosplit_max_batch_size = max(args.autosplit_max_batch_size, n_slots)
+        loaded = model_init.init(args, callback=on_progress)
+        self.model, self.config, self.cache, self.tokenizer = loaded[:4]
+        self.draft_model, _, self.draft_cache = loaded[4:]
+        self.args = args
+        self.n_slots = n_slots
+        self._grammars: dict[tuple[str, str, int | None], Any] = {}
+        self.rebuild()
+        served = self.generator.max_batch_size
+        if served < n_slots:
+            raise LoadError(f"--parallel {n_slots}, but this model's cache has {served} slots")
+        self.info = self._info(argv)
+
+    def _info(self, argv: list[str]) -> ModelInfo:
+        tok = self.tokenizer
+        shown, hidden = tok.get_id_to_piece_list(True), tok.get_id_to_piece_list(False)
+        special = [i for i, piece in enumerate(shown) if piece != hidden[i]]
+        eos_ids = {*(self.config.eos_token_id_list or []), tok.eos_token_id} - {None}
+        named, n_draft = self.args.draft_model_dir, self.generator.max_draft_tokens
+        drafter = "mtp" if self.args.mtp else Path(named).name if named else "n-gram"
+        draft = {"model": drafter, "n_max": n_draft} if n_draft else None
+        loaded = (self.model, self.cache, self.draft_model, self.draft_cache)
+        return ModelInfo(
+            model_dir=os.path.abspath(self.args.model_dir),
+            n_ctx=self.generator.max_total_tokens - n_draft,
+            n_vocab=tok.actual_vocab_size,
+            engine=engine_block(self.args.model_dir, argv, draft, *loaded),
+            eos_ids=frozenset(eos_ids),
+            eos_id=tok.eos_token_id,
+            bos_id=tok.bos_token_id,
+            add_bos=tok.bos_token_id in tok.tokenizer.encode("x").ids[:1],
+            special_ids=frozenset(special),
+        )
+
+    def rebuild(self) -> None:
+        """A new generator over the loaded model and cache, after `close` of the old one."""
+        from exllamav3 import Generator
+
+        old = getattr(self, "generator", None)
+        if old is not None:
+            if old.disk_page_cache is not None:
+                old.disk_page_cache.abort()  # what a failed generator wrote is not to be trusted
+            old.close()
+        options = {name: getattr(self.args, name) for name in GENERATOR_OPTIONS}
+        sizes = {name: int(getattr(self.args, name) * 1024**3) for name in GENERATOR_GIB_OPTIONS}
+        own = {name: getattr(self, name) for name in GENERATOR_PARTS}
+        self.generator = Generator(
+            max_batch_size=self.n_slots,
+            max_chunk_size=self.args.chunk_size,
+            dynamic_draft_tokens=self.args.dynamic_draft,
+            **own | options | sizes,
+        )
+        self._jobs: dict[int, Job] = {}
+
+    def submit(self, job: Job) -> None:
+        import torch
+        from exllamav3 import Job as Exl3Job
+
+        p = job.params
+        n_prompt, n_new = len(p.prompt_ids), max(1, p.max_tokens)
+        total = self.generator.max_total_tokens
+        rounds = None
+        if n_prompt + n_new + 1 + self.generator.max_draft_tokens > total // self.n_slots:
+            # Taken in rounds, it reserves no more of the cache than it needs for now
+            rounds = min(n_new, REQUEUE_TOKENS)
+        job.handle = Exl3Job(
+            input_ids=torch.tensor([p.prompt_ids], dtype=torch.long),
+            max_new_tokens=n_new,
+            max_rq_tokens=rounds,
+            sampler=make_sampler(p),
+            seed=p.seed,
+            stop_conditions=[] if p.ignore_eos else list(self.info.eos_ids),
+            decode_special_tokens=True,
+            return_top_tokens=max(0, p.n_probs),
+            return_probs=p.n_probs >= 0,
+            filters=[p.grammar] if p.grammar else [],
+            identifier=job,
+            banned_strings=p.banned_strings or None,
+        )
+        self.generator.enqueue(job.handle)
+        self._jobs[job.id_task] = job
+
+    def cancel(self, job: Job) -> None:
+        self.generator.cancel(job.handle)
+        self._jobs.pop(job.id_task, None)
+
+    def iterate(self) -> list[Update]:
+        updates: dict[int, Update] = {}
+        for result in self.generator.iterate():
+            job: Job = result["job"].identifier
+            update = updates.get(job.id_task) or updates.setdefault(job.id_task, Update(job))
+            self.ROUTES[result["stage"]](self, update, result)
+        now = time.time()  # exllamav3's clock
+        for update in updates.values():
+            self._figures(update, now)
+            if update.end is not None:
+                self._jobs.pop(update.job.id_task, None)
+        return list(updates.values())
+
+    def _on_started(self, update: Update, result: dict[str, Any]) -> None:
+        update.started = not update.job.n_decoded  # later rounds of a job start again
+
+    def _on_prefill(self, update: Update, result: dict[str, Any]) -> None:
+        if not update.job.n_decoded:
+            update.progress = result["curr_progress"]
+
+    def _on_error(self, update: Update, result: dict[str, Any]) -> None:
+        log.error("job %d failed", update.job.id_task, exc_info=result["error"])
+        update.end, update.error = EndKind.FAILED, f"the engine failed: {result['error']}"
+
+    def _on_streaming(self, update: Update, result: dict[str, Any]) -> None:
+        job, ids = update.job, result.get("token_ids")
+        if ids is not None and job.params.max_tokens > 0:
+            self._add_piece(update, result.get("text", ""), ids.tolist()[0], result)
+        if job.pending_filters and job.handle.forced_ids is None:
+            job.pending_filters = False
+            job.handle.set_filters([job.params.grammar])
+        if result["eos"]:
+            self._on_eos(update, result)
+
+    def _add_piece(self, update: Update, text: str, ids: list[int], result: dict[str, Any]) -> None:
+        job = update.job
+        job.n_decoded += len(ids)
+        special = self.info.special_ids
+        if ids[-1] in special and ids[-1] not in job.params.visible_ids and len(ids) == 1:
+            text = ""
+        probs = None
+        if job.params.n_probs >= 0:
+            names = ("top_k_tokens", "top_k_probs") if job.params.n_probs else ()
+            rows = [result[name].tolist()[0] for name in names] or [[[]] * len(ids)] * 2
+            tops = [list(zip(*pair, strict=True)) for pair in zip(*rows, strict=True)]
+            probs = list(zip(result["token_probs"].tolist()[0], tops, strict=True))
+        update.pieces.append(Piece(text, ids, job.n_decoded, probs))
+
+    ENDS = {"stop_token": EndKind.STOP, "max_new_tokens": EndKind.LIMIT}
+    ENDS |= {"end_filter": EndKind.GRAMMAR}
+
+    def _on_eos(self, update: Update, result: dict[str, Any]) -> None:
+        job = update.job
+        update.end = self.ENDS[result["eos_reason"]]
+        if update.end is EndKind.GRAMMAR and job.params.grammar._matcher.is_error():
+            reason = job.params.grammar._matcher.get_error()
+            update.end, update.error = EndKind.FAILED, f"the grammar failed: {reason[:200]}"
+        held = result.get("held")
+        if held and "token_ids" in held and job.params.max_tokens > 0:
+            # The stop token, perhaps behind a character that stays incomplete
+            ids = held["token_ids"].tolist()[0]
+            self._add_piece(update, self.decode(ids[:-1]) if len(ids) > 1 else "", ids, held)
+
+    ROUTES = {"started": _on_started, "prefill": _on_prefill}
+    ROUTES |= {"streaming": _on_streaming, "error": _on_error}
+
+    def _figures(self, update: Update, now: float) -> None:
+        """What is true of a job at the end of this step, `now` on exllamav3's clock."""
+        job, h = update.job, update.job.handle
+        update.n_cached = h.cached_pages * 256 + h.cached_tokens
+        if h.rq_cached:  # counted in the first of several rounds
+            update.n_cached = h.rq_cached[1]
+        update.prompt_s, update.predicted_s = h.time_prefill, h.time_generate
+        if update.end is None and h.time_first_prefill is not None:
+            update.prompt_s += (h.time_first_token or now) - h.time_first_prefill
+        if update.end is None and h.time_first_token is not None:
+            update.predicted_s += now - h.time_first_token
+        update.n_decoded = h.rq_new_tokens + h.new_tokens if update.end else job.n_decoded
+        if job.params.max_tokens == 0:
+            update.n_decoded, update.predicted_s = 0, 0.0
+        update.n_draft_accepted = h.accepted_draft_tokens
+        update.n_draft = h.accepted_draft_tokens + h.rejected_draft_tokens
+
+    def remaining(self) -> int:
+        return len(self._jobs)
+
+    def idle(self) -> bool:
+        if not self.generator.has_idle_work():
+            return False
+        self.generator.idle_work()
+        return True
+
+    def inject(self, job: Job, text: str) -> None:
+        job.handle.constrain_output_now(text)
+        job.pending_filters = job.params.grammar is not None
+
+    def close(self) -> None:
+        self.generator.close()
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        tokenizer = self.tokenizer if special else self.plain_tokenizer
+        return tokenizer.encode(text, encode_special_tokens=special)[0].tolist()
+
+    @cached_property
+    def plain_tokenizer(self) -> Any:
+        """encode() keeps its option on the object, so each value of it has one: no lock needed."""
+        return type(self.tokenizer).from_config(self.config)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        import torch
+
+        return self.tokenizer.decode(torch.tensor(ids, dtype=torch.long), True)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if piece := self.tokenizer.extended_id_to_piece.get(token_id):
+            return piece.encode()
+        raw = self.tokenizer.tokenizer.id_to_token(token_id) or ""
+        if len(raw) == 6 and raw.startswith("<0x"):
+            return bytes([int(raw[3:5], 16)])
+        if all(c in BYTE_OF_CHAR for c in raw) and self.tokenizer.space_char_ != "▁":
+            return bytes(BYTE_OF_CHAR[c] for c in raw)
+        return raw.replace("▁", " ").encode()
+
+    def single_id(self, text: str) -> int | None:
+        return self.tokenizer.single_id(text)
+
+    def compile_grammar(self, kind: str, source: str, trigger_id: int | None) -> Any:
+        from exllamav3.generator.filter.llguidance import create_ll_tokenizer
+
+        key = (kind, source, trigger_id)
+        if key not in self._grammars:
+            _check_grammar(kind, source, create_ll_tokenizer(self.tokenizer))
+            if len(self._grammars) >= MAX_GRAMMARS:
+                self._grammars.clear()
+            options = {kind if kind == "json_schema" else f"{kind}_grammar": source}
+            self._grammars[key] = job_filter_class()(
+                self.tokenizer, trigger_token=trigger_id, eos_after_completed=True, **options
+            )
+        return self._grammars[key].for_one_job()
+
+
+@lru_cache(1)
+def job_filter_class() -> Any:
+    """LLGuidanceFilter, but an error of the matcher ends its job alone, not the generator."""
+    import torch
+    from exllamav3.generator.filter.llguidance import LLGuidanceFilter
+
+    class JobFilter(LLGuidanceFilter):
+        def _check_error(self) -> None:  # exllamav3 raises here, out of iterate()
+            pass
+
+        def is_completed(self) -> bool:
+            return self._matcher.is_stopped() or self._matcher.is_error()
+
+        def for_one_job(self) -> Any:
+            """The compiled grammar is shared, the state is not."""
+            fresh = copy.copy(self)
+            fresh._matcher = self._matcher.deep_copy()
+            fresh._bitmask = self._bitmask.copy()
+            fresh._bitmask_torch = torch.from_numpy(fresh._bitmask).unsqueeze(0)
+            fresh._journal = []
+            return fresh
+
+    return JobFilter
+
+
+def _byte_chars() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes (byte-level BPE vocabularies), char -> byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF_CHAR = _byte_chars()
+
+
+# ==== The `engine` block of /props ================================================================
+#
+# Two sources, never mixed: `disk_facts` reads the model's files (headers only, no torch), and
+# `placement` walks the modules that were loaded. What neither can tell is left out; a measured 0
+# stays. Integers only, because a recorder that meets a float throws the whole answer away.
+
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as the safetensors crate has it
+
+# Options that say what is served and where, not how it behaves. Each takes a value (group 1).
+ADDRESS = re.compile(r"(?:-m|--model|--model[-_]dir|--host|--port|--api-key|--api-key-file)(=.*)?")
+
+# Tensors that are no part of the text model: towers for images and sound, what projects
+# them into it, MTP heads. (MTP layers numbered on after the last layer are told by their number.)
+NOT_TEXT = re.compile(
+    r"(?:^|\.)(?:vision|visual|vit_|image|audio|sound|speech|embed_vision|embed_audio"
+    r"|multi_modal|mm_proj|patch_merger|aligner\.|mlp1\.|mtp|nextn)"
+)
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+EXPERT = re.compile(r"\.experts\.\d+\.|\.(?:experts|moe)\.(?:gate_up|gate|up|down)_proj")  # routed
+# A token reads one row of these. Group 1: those that a model without an output layer uses as one.
+ROW_TABLE = re.compile(
+    r"(?:^|\.)(?:(embed_tokens|word_embeddings|embeddings|tok_embeddings|embed|wte)"
+    r"|embed_tokens_per_layer|ngram_embedding(?:\.shard_\d+)?)\.(?:weight|trellis)$|\.tid2eid$"
+)
+HEAD = re.compile(r"(?:^|\.)lm_head\.|^(?:head|output)\.")
+# These come with the weights of a quantized layer and are no parameters.
+AUX = re.compile(r"\.(?:suh|svh|su|sv|mcg|mul1|signs|weight_scale(?:_inv)?)$|_scales$")
+
+N_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+N_USED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_k")
+N_CTX = ("max_position_embeddings", "max_sequence_length", "model_max_length")
+
+# What the weights of a loaded module are for. The first row found in "ClassName key" decides, for
+# the module and all below it; none is "other". Keys are for classes that 1.6.5 does not have.
+CLASSES = ("attention", "experts", "ffn", "embeddings", "output", "other")
+CLASS_OF_MODULE = (
+    (r"^BlockSparseMLP |\.(?:block_sparse_moe|experts|share\w*_experts?)$", "experts"),
+    (r"^(?:\w*Attention|GatedDeltaNet|Mamba2|ShortConv) ", "attention"),
+    (r"^(?:Gated)?MLP |\.(?:mlp|ffn|feed_forward)$", "ffn"),
+    (r"^(?:\w*Embedding|PLELayer) |\.embed_tokens$", "embeddings"),
+    (r"[. ](?:lm_head|head)$", "output"),
+    (r"\.(?:self_attn|linear_attn|attn|attention|mixer)$", "attention"),
+)
+# Objects beside the modules that hold weights of theirs: exllamav3's, and torch.nn.Embedding
+HOLDER = re.compile(r"Linear\w+|DSV4Compressor|SparseHead|TableEmbedding|RowTable|Embedding")
+
+DiskTensor = tuple[str, list[int], int, int]  # safetensors' dtype ("F16"), shape, data offsets
+
+
+def _read_header(path: Path) -> dict[str, DiskTensor]:
+    """The tensors of a safetensors file, by name. ValueError names the file when it is damaged."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
+        header.pop("__metadata__", None)
+        tensors = {k: (t["dtype"], t["shape"], *t["data_offsets"]) for k, t in header.items()}
+        if 8 + length + max((t[3] for t in tensors.values()), default=0) > path.stat().st_size:
+            raise ValueError("it is shorter than its header says")
+        return tensors
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
+        raise ValueError(f"{path} is damaged or no safetensors file: {exc}") from exc
+
+
+def read_config(path: Path, parse_float: Callable[[str], Any] = float) -> dict[str, Any]:
+    """The JSON object in a model's file, {} when there is none."""
+    try:
+        value = json.loads(path.read_text("utf-8"), parse_float=parse_float)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _n_params(name: str, tensors: dict[str, DiskTensor]) -> int | None:
+    """The parameters that a tensor stands for: len(suh) x len(svh) for a trellis. None: unknown."""
+    shape, stem = tensors[name][1], name.removesuffix(".trellis")
+    if stem == name:
+        return 0 if AUX.search(name) else prod(shape)
+    suh, svh = tensors.get(f"{stem}.suh"), tensors.get(f"{stem}.svh")
+    return suh[1][0] * svh[1][0] if suh and svh else None
+
+
+def _active_bytes(text: dict[str, DiskTensor], n_experts: int, n_used: int) -> int:
+    """Bytes of a text model's tensors that one token needs.
+
+    All of them but the routed experts, of which it needs `n_used` in each layer, and the embedding
+    table, of which it needs a row. A model without an output layer uses that table as one: then
+    all of it counts, the row being a part.
+    """
+    tied = not any(HEAD.search(name) for name in text)
+    total = routed = 0
+    for name, (_, shape, begin, end) in text.items():
+        table = ROW_TABLE.search(name)
+        if EXPERT.search(name):
+            routed += end - begin
+        else:
+            total += (end - begin) // (max(1, shape[0]) if table and not (tied and table[1]) else 1)
+    return total + routed * n_used // max(1, n_experts)
+
+
+def disk_facts(model_dir: str) -> dict[str, Any]:
+    """The `model` object: what the files of a model directory say, without loading anything.
+
+    `bytes` and `files` are those of the directory itself, hidden ones left out. A key that the
+    files do not tell is absent. ValueError for a damaged safetensors file. Reads headers only.
+    """
+    paths = sorted(path for path in Path(model_dir).glob("[!.]*") if path.is_file())
+    tensors: dict[str, DiskTensor] = {}
+    for path in paths:
+        tensors |= _read_header(path) if path.suffix == ".safetensors" else {}
+    config = read_config(Path(model_dir, "config.json"), str)  # 4.05 stays as it is written
+    settings = config.get("quantization_config")
+    settings = settings or read_config(Path(model_dir, "quantization_config.json"), str)
+    sources = [s for s in (config.get("text_config"), config.get("llm_config"), config) if s]
+
+    def number(*keys: str) -> Any:
+        return next((s[k] for s in sources for k in keys if type(s.get(k)) is int), None)
+
+    method = str(settings.get("quant_method") or "").upper()
+    if tensors and not method:  # F16, the type of the largest tensor, is called FP16
+        method = re.sub("^F", "FP", max(tensors.values(), key=lambda t: t[3] - t[2])[0])
+    parts = {"bits": " {} bpw", "head_bits": " · head {}"} if method == "EXL3" else {}
+    bits = [text.format(settings[key]) for key, text in parts.items() if key in settings]
+    n_layers = number("num_hidden_layers")
+    end = sys.maxsize if n_layers is None else n_layers
+    apart = {k for k in tensors if NOT_TEXT.search(k) or int([*LAYER.findall(k), -1][0]) >= end}
+    text = {k: tensors[k] for k in tensors if k not in apart}
+    dense = text and not any(EXPERT.search(name) for name in text)  # whatever the config says
+    experts = (0, 0) if dense else (number(*N_EXPERTS), number(*N_USED))
+    counts: list[Any] = [_n_params(name, tensors) for name in tensors]
+    facts = {
+        "format": method or None,
+        "arch": next(iter(config.get("architectures") or ()), None),
+        "quant": "".join([method, *bits]) or None,
+        "bytes": sum(path.stat().st_size for path in paths),
+        "files": len(paths),
+        "params": sum(counts) if counts and None not in counts else None,
+        "n_layers": n_layers,
+        "n_experts": experts[0],
+        "n_experts_used": experts[1],
+        "ctx_train": number(*N_CTX),
+        "active_bytes_per_token": _active_bytes(text, *experts) if dense or all(experts) else None,
+    }
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def _tensors_in(value: Any) -> Iterator[Any]:
+    """The tensors in an attribute of a module, also in lists, dicts and HOLDER objects."""
+    if hasattr(value, "untyped_storage"):
+        yield value
+    holder = HOLDER.fullmatch(type(value).__name__) and not hasattr(value, "register_submodule")
+    parts = vars(value) if holder else value
+    if isinstance(parts, (dict, list, tuple)):
+        for part in list(parts.values()) if isinstance(parts, dict) else parts:
+            yield from _tensors_in(part)
+
+
+def _classified(module: Any, known: str | None) -> Iterator[tuple[Any, str]]:
+    """A module and all below it, each with the class of its weights."""
+    label = f"{type(module).__name__} {module.key}"
+    known = known or next((name for row, name in CLASS_OF_MODULE if re.search(row, label)), None)
+    yield module, known or "other"
+    for child in module.modules:
+        yield from _classified(child, known)
+
+
+def placement(model: Any, cache: Any, draft: Any = None, draft_cache: Any = None) -> dict[str, Any]:
+    """Where the loaded weights are: bytes by device and class. {} under tensor parallelism.
+
+    (There they are in other processes.) A storage counts once, and only what weights use of it;
+    `draft`, a draft model, is "other". `vram_kv_bytes` is what the caches hold on GPUs, pages as
+    well as the states of recurrent and sliding-window layers; 0 when they are on the CPU.
+    """
+    if model.loaded_tp:
+        return {}
+    devices: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    left: dict[int, int] = {}  # by address of a storage: its bytes that no tensor has taken yet
+    seen: set[int] = set()
+    walk = [pair for top in model.modules for pair in _classified(top, None)]
+    walk += [p for top in draft.modules for p in _classified(top, "other")] if draft else []
+    for module, name in walk:
+        # preallocated work buffers, shared by modules, are no weights
+        own = [held for key, held in vars(module).items() if not key.startswith("prealloc")]
+        for tensor in _tensors_in(own):
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                storage = tensor.untyped_storage()
+                free = left.setdefault(storage.data_ptr(), storage.nbytes())
+                left[storage.data_ptr()] = max(0, free - tensor.nbytes)
+                device = f"GPU{tensor.device.index}" if tensor.is_cuda else "CPU"
+                devices[device][name] += min(free, tensor.nbytes)
+    caches = [c for c in (cache, draft_cache) if c]
+    layers = [vars(x) for c in caches for x in (*c.layers.values(), *c.recurrent_layers.values())]
+    kept = {t.data_ptr(): t.nbytes for t in _tensors_in(layers) if t.is_cuda}
+    order = sorted(devices, key=lambda device: (device == "CPU", len(device), device))
+    listed = [(d, {name: devices[d][name] for name in CLASSES}) for d in order]
+    rows = [{"device": d, "bytes": sum(by.values()), "classes": by} for d, by in listed]
+    return {"devices": rows, "vram_kv_bytes": sum(kept.values())}
+
+
+def behaviour_args(argv: Sequence[str]) -> list[str]:
+    """The arguments that change what the server does: all but ADDRESS options and their values."""
+    kept, rest = [], iter(argv)
+    for arg in rest:
+        address = ADDRESS.fullmatch(arg)
+        if not address:
+            kept.append(arg)
+        elif not address[1]:
+            next(rest, None)
+    return kept
+
+
+def engine_block(model_dir: str, argv: Sequence[str], draft: Any, *loaded: Any) -> dict[str, Any]:
+    """The `engine` block of /props. `loaded`: the arguments of `placement`.
+
+    `name` is the engine's, as a recorder files its results under it; the server's own name is in
+    the Server header. `draft` is {"model", "n_max"}, None when nothing is drafted. Called once,
+    on the thread that loaded the model.
+    """
+    from exllamav3.version import __version__
+
+    block: dict[str, Any] = {"name": "exllamav3", "version": __version__}
+    block |= {"args": behaviour_args(argv), "server_pid": os.getpid()}
+    extra = {"draft": draft, "placement": placement(*loaded)}
+    return block | {"model": disk_facts(model_dir)} | {k: v for k, v in extra.items() if v}
+
+
+# ==== The engine thread ===========================================================================
+
+
+class Engine:
+    """Slots, the queue and the thread. Public methods are for the event loop unless they say more.
+
+    Invariants (tests/test_engine.py): a job is in at most one of `waiting` and `slots`; every job
+    submitted gets exactly one update with `end`; after the last end nothing is held.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        n_slots: int,
+        loop: asyncio.AbstractEventLoop,
+        recovery_attempts: int = 3,
+        on_fatal: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self.backend = backend
+        self.slots: list[Job | None] = [None] * n_slots
+        self.waiting: deque[Job] = deque()
+        self.fatal = ""  # why the engine is dead; empty while it is not
+        self.n_steps = self.n_recoveries = 0
+        self._loop = loop
+        self._on_fatal = on_fatal
+        self._recovery_attempts = recovery_attempts
+        self._recovery_times: deque[float] = deque()
+        self._ids = itertools.count()
+        self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._updates: list[Update] = []  # of the pass under way
+        self._wake = threading.Event()
+        self._room = threading.Semaphore(MAX_UNDELIVERED)
+        self._closing = False
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.thread.start()
+
+    # -- event loop side --
+
+    def submit(self, job: Job) -> None:
+        """Queues a job. A dead engine fails it like any other, with the reason."""
+        job.id_task = next(self._ids)
+        job.submitted = time.perf_counter()
+        self._command(self._enqueue, job)
+
+    def cancel(self, job: Job) -> None:
+        """Wants no more of this job; harmless when it has ended or was cancelled before."""
+        if not job.cancelled and not job.ended:
+            job.cancelled = True
+            self._command(self._drop, job)
+
+    def inject(self, job: Job, text: str) -> None:
+        """Makes `text` the next tokens of a running job."""
+        self._command(self._inject, job, text)
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Ends the thread after the step under way; jobs that are left get no more updates."""
+        self._closing = True
+        self._room.release()
+        self._wake.set()
+        self.thread.join(timeout_s)
+
+    def _command(self, action: Callable[..., None], *args: Any) -> None:
+        self._commands.append((action, args))
+        self._wake.set()
+
+    def _on_batch(self, updates: list[Update]) -> None:
+        self._room.release()
+        for update in updates:
+            if not update.job.cancelled or update.end is not None:
+                update.job.on_update(update)
+
+    # -- engine thread --
+
+    def _run(self) -> None:
+        while not self._closing:
+            if not self._pass():
+                self._wake.wait()
+                self._wake.clear()
+        self.backend.close()
+
+    def _pass(self) -> bool:
+        """One turn of the thread; False when there is nothing to do until somebody asks."""
+        self._updates = []
+        busy = False
+        try:
+            # 1) what the event loop asked for; 2) free slots; 3) one step, or housekeeping
+            while self._commands:
+                action, args = self._commands.popleft()
+                action(*args)
+            if not self.fatal:
+                self._admit()
+                busy = self._step()
+        except Exception as exc:  # whatever exllamav3 raises here has broken its generator
+            self._recover(exc)
+        # 4) hand over, at most MAX_UNDELIVERED ahead of the event loop
+        if self._updates:
+            self._room.acquire()
+            self._post(self._on_batch, self._updates)
+        return busy or bool(self._updates)
+
+    def _post(self, function: Callable[..., None], *args: Any) -> None:
+        if not self._closing:
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _step(self) -> bool:
+        if not self.backend.remaining():
+            return self.backend.idle()
+        updates = self.backend.iterate()
+        self.n_steps += 1
+        for update in updates:
+            if not update.job.ended:
+                update.job.last = update
+                self._updates.append(update)
+                if update.end is not None:
+                    self._account(update.job)
+        return True
+
+    def _account(self, job: Job) -> None:
+        """The job is over: its slot is free from this moment on."""
+        job.ended = True
+        if job.id_slot >= 0 and self.slots[job.id_slot] is job:
+            self.slots[job.id_slot] = None
+
+    def _end(self, job: Job, kind: EndKind, error: str = "", retry: bool = False) -> None:
+        if not job.ended:
+            self._account(job)
+            n = job.last.n_decoded if job.last else 0
+            self._updates.append(Update(job, end=kind, error=error, retry=retry, n_decoded=n))
+
+    def _enqueue(self, job: Job) -> None:
+        if job.cancelled:
+            self._end(job, EndKind.CANCELLED)
+        elif self.fatal:
+            self._end(job, EndKind.FAILED, self.fatal)
+        else:
+            self.waiting.append(job)
+
+    def _drop(self, job: Job) -> None:
+        if job.ended:
+            return
+        self._end(job, EndKind.CANCELLED)
+        if job in self.waiting:
+            self.waiting.remove(job)
+        else:
+            self.backend.cancel(job)
+
+    def _inject(self, job: Job, text: str) -> None:
+        if job in self.slots and not job.cancelled:
+            self.backend.inject(job, text)
+
+    def _admit(self) -> None:
+        while self.waiting and None in self.slots:
+            job = self.waiting.popleft()
+            job.id_slot = self.slots.index(None)
+            self.slots[job.id_slot] = job
+            job.started = time.perf_counter()
+            try:
+                self.backend.submit(job)
+            except (ValueError, AssertionError) as exc:
+                log.error("job %d was refused: %s", job.id_task, exc)
+                self._end(job, EndKind.FAILED, f"the engine refused the request: {exc}")
+
+    def _recover(self, exc: Exception) -> None:
+        """Fails every job in a slot, rebuilds the generator; the waiting jobs go on after that."""
+        log.error("the generator failed: %s", exc, exc_info=exc)
+        for job in list(self.slots):
+            if job is not None:
+                text = f"the engine failed and is being restarted: {exc}"
+                self._end(job, EndKind.FAILED, text, retry=True)
+        now = time.perf_counter()
+        while self._recovery_times and self._recovery_times[0] < now - RECOVERY_WINDOW_S:
+            self._recovery_times.popleft()
+        if len(self._recovery_times) >= self._recovery_attempts:
+            self._die(f"{len(self._recovery_times)} restarts did not help: {exc}")
+            return
+        self._recovery_times.append(now)
+        self.n_recoveries += 1
+        try:
+            self.backend.rebuild()
+        except Exception as again:  # out of memory, a dead CUDA context: nothing is left to try
+            self._die(f"restarting the generator failed: {again}")
+
+    def _die(self, reason: str) -> None:
+        self.fatal = reason
+        log.critical("fatal: %s", reason)
+        while self.waiting:
+            self._end(self.waiting.popleft(), EndKind.FAILED, reason)
+        self._post(self._on_fatal, reason)
+
+
+def load(args: Namespace, n_slots: int, argv: list[str], on_progress: Progress) -> Backend:
+    """The backend that `args` ask for; blocks while it loads. Runs in the loader thread.
+
+    `on_progress(n_loaded, n_modules)` is called from that thread. Raises LoadError or whatever
+    exllamav3 raises for a model it cannot load.
+    """
+    model_dir = os.path.abspath(args.model_dir) if args.model_dir else "fake"
+    if args.fake:
+        return FakeBackend(args, model_dir)
+    # GPU numbers as nvidia-smi shows them; only counts when set before torch
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if args.mtp and args.num_draft_tokens is None:
+        args.num_draft_tokens = 1
+    return Exl3Backend(args, n_slots, argv, on_progress)

@@ -1,0 +1,1690 @@
+#!/usr/bin/env python3
+"""exl3-serve: one EXL3 model behind llama-server's HTTP surface. `python exl3_serve.py -m MODEL`.
+
+This module knows the surface: options, routes, validation, templates, the text pipeline and the
+dialects. HTTP bytes are http11.py's matter, the model is engine.py's; the engine never sees JSON.
+
+The life of a generating request:
+
+    App.on_head      route, key, Host and Origin checks               before the body is read
+    prepare (worker) JSON -> checks -> template -> tokens -> grammar  all that can refuse: 400
+    Answer.begin     n jobs to the engine, SSE headers                the status line
+    Answer.on_update piece -> ThoughtSplitter -> stop Scanner -> deltas
+                     -> dialect frames -> one Exchange.write per request and step
+
+Text stages are plain objects with feed() and finish(); a request that does not stream collects
+the very same deltas, so both modes cannot differ.
+
+Everything here runs on the event loop except `prepare` of a large or slow request, which runs in
+a worker thread and touches only the request and what is fixed once the model is loaded.
+
+Reading order: options, errors, checks, templates, text pipeline, requests, dialects, answers,
+routes, main.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
+from json.encoder import encode_basestring_ascii as json_string
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import engine as eng
+from http11 import SSE_HEADERS, SSE_PING, Exchange, Limits, Request, Response, Server, bind
+
+VERSION = "0.1.0"
+log = logging.getLogger("exl3_serve")
+
+# ==== Limits ======================================================================================
+
+INLINE_BODY_BYTES = 16 * 1024  # smaller requests are prepared on the loop: cheaper than the hop
+MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # what a client may hold text back with
+MAX_CHOICES = 64  # n * prompts of one request
+MAX_GLUED_SPACE = 256  # white space next to a tag goes with the tag, up to so much
+EXIT_FATAL = 70  # the engine died (sysexits.h EX_SOFTWARE)
+LOG_ZERO = -1e9  # the logarithm of a probability that rounds to 0: JSON has no -Infinity
+LONG_TOKEN_CHARS = 16  # few texts have that many characters a token, none in its whole length
+N_WORKERS = 4  # threads that render, tokenize and compile
+
+# ==== Errors ======================================================================================
+
+ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+ERROR_TYPES |= {403: "permission_error", 413: "request_too_large", 429: "rate_limit_error"}
+ERROR_TYPES |= {501: "not_supported_error", 503: "unavailable_error"}
+
+
+class ApiError(Exception):
+    """A request that is refused; becomes the envelope of its route's dialect."""
+
+    def __init__(self, status: int, message: str, type: str = "", **extra: Any) -> None:
+        super().__init__(message)
+        self.status, self.message, self.extra = status, message, extra
+        self.headers = [("Retry-After", "1")] if status in (429, 503) else []
+        self.type = type or ERROR_TYPES.get(status, "server_error")
+
+    def body(self) -> dict[str, Any]:
+        """llama-server's envelope (server-common.cpp, format_error_response)."""
+        error = {"code": self.status, "message": self.message, "type": self.type}
+        return {"error": error | self.extra}
+
+
+def bad(message: str) -> ApiError:
+    return ApiError(400, message)
+
+
+ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
+def dumps(value: Any) -> bytes:
+    """Strict JSON in ASCII: lone surrogates and U+2028/2029/0085 are escaped, NaN is a bug."""
+    return ENCODE(value).encode()
+
+
+def loads(body: bytes) -> dict[str, Any]:
+    """The JSON object of a request body; 400 for anything else, NaN, Infinity and deep nesting."""
+
+    def finite(text: str) -> float:
+        if not math.isfinite(number := float(text)):
+            raise ValueError(f"{text} is not a number that JSON can hold")
+        return number
+
+    try:
+        value = json.loads(body.decode(), parse_constant=finite, parse_float=finite)
+    except RecursionError:
+        raise bad("the request body is nested too deeply") from None
+    except ValueError as exc:
+        raise bad(f"the request body is not valid JSON: {exc}") from None
+    if not isinstance(value, dict):
+        raise bad("the request body must be a JSON object")
+    return value
+
+
+# ==== Checks: one field, one row ==================================================================
+
+INF, MAX_NUMBER = math.inf, 1e300
+TYPE_NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
+TYPE_NAMES |= {list: "an array", dict: "an object"}
+
+
+class Field(NamedTuple):
+    """What a request field may be: its type, the inclusive range of a number or length, items."""
+
+    kind: type
+    low: float = -INF
+    high: float = INF
+    item: type = object
+
+
+FIELDS = {
+    name: rule
+    for rule, names in (
+        (Field(bool), "stream timings_per_token return_progress return_tokens ignore_eos"),
+        (Field(dict), "stream_options chat_template_kwargs response_format json_schema"),
+        (Field(list, item=str), "samplers banned_strings dry_sequence_breakers"),
+        (Field(list, item=dict), "tools"),
+        (Field(list, 1), "messages"),
+        (Field(str), "reasoning_effort reasoning_format grammar"),
+        (Field(int, 1, MAX_CHOICES), "n n_cmpl"),
+        (Field(int, -1), "n_predict max_tokens max_completion_tokens"),
+        (Field(int, 0, 100), "n_probs top_logprobs"),
+        (Field(int, -(2**63), 2**64), "seed"),
+        (Field(int, -(2**31), 2**31), "top_k"),
+        (Field(int, -1, 2**31), "repeat_last_n dry_penalty_last_n"),
+        (Field(int, 0, 2**31), "dry_allowed_length"),
+        (Field(float, 0), "temperature dry_multiplier dry_base"),
+        (Field(float, 0.01), "repeat_penalty"),
+        (Field(float, 0, 1), "top_p min_p xtc_probability xtc_threshold adaptive_decay"),
+        (Field(float, -1, 1), "adaptive_target"),
+        (Field(float, -100, 100), "presence_penalty frequency_penalty"),
+    )
+    for name in names.split()
+}
+
+# Samplers that exllamav3 lacks: accepted at the value that turns them off, else 400
+ABSENT_SAMPLERS = {"mirostat": 0, "typical_p": 1.0, "top_n_sigma": -1.0, "dynatemp_range": 0.0}
+ABSENT_SAMPLERS |= {"post_sampling_probs": False}
+
+
+def check(value: Any, name: str, rule: Field) -> Any:
+    """The value as its type, or a 400 that names the field."""
+    if rule.kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)  # 1e3 is how some clients write 1000
+    wanted: Any = (int, float) if rule.kind is float else rule.kind
+    if not isinstance(value, wanted) or isinstance(value, bool) and rule.kind is not bool:
+        raise bad(f"'{name}' must be {TYPE_NAMES[rule.kind]}")
+    size: Any = value if isinstance(value, (int, float)) else len(value)
+    if not rule.low <= size <= rule.high or abs(size) > MAX_NUMBER:  # also NaN, Infinity, 1e999
+        what = "" if size is value else "length of "
+        raise bad(f"'{name}': {what}{size} is outside {rule.low} .. {rule.high}")
+    if isinstance(value, list) and not all(isinstance(item, rule.item) for item in value):
+        raise bad(f"'{name}' must hold nothing but {TYPE_NAMES[rule.item][2:].strip()}s")
+    return value
+
+
+def one_of(value: Any, name: str, options: Sequence[str]) -> Any:
+    if value not in options:
+        raise bad(f"'{name}': {value!r} is not one of {', '.join(options)}")
+    return value
+
+
+def checked(body: dict[str, Any]) -> dict[str, Any]:
+    """The body without its nulls, every known field checked. Unknown fields pass unseen."""
+    fields = {key: value for key, value in body.items() if value is not None}
+    for key, value in fields.items():
+        if key in FIELDS:
+            fields[key] = check(value, key, FIELDS[key])
+    for name, off in ABSENT_SAMPLERS.items():
+        if fields.get(name, off) != off:
+            raise bad(f"'{name}' is not available in exllamav3; only {off} (off) is accepted")
+    return fields
+
+
+def parse_stops(value: Any, name: str) -> tuple[str, ...]:
+    """Stop strings: one or a list. Empty and null ones are no stops."""
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    stops = check(stops, name, Field(list, 0, MAX_STOPS))
+    stops = [check(stop, name, Field(str, 0, MAX_STOP_CHARS)) for stop in stops if stop is not None]
+    return tuple(dict.fromkeys(filter(None, stops)))
+
+
+def check_ids(ids: Iterable[Any], name: str, n_vocab: int) -> list[int]:
+    """Token ids that are in the vocabulary, or 400: the GPU never sees another."""
+    ids = list(ids)
+    if ids and all(type(i) is int for i in ids) and min(ids) >= 0 and max(ids) < n_vocab:
+        return ids  # ten times as fast as to check each
+    return [check(i, name, Field(int, 0, n_vocab - 1)) for i in ids]
+
+
+def parse_logit_bias(value: Any, model: Model) -> dict[int, float]:
+    """All of llama-server's spellings: {"id": bias}, [[id or text, bias or false], ...]."""
+    biases: dict[int, float] = {}
+    pairs = list(value.items()) if isinstance(value, dict) else [] if value is None else value
+    for pair in check(pairs, "logit_bias", Field(list)):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise bad("'logit_bias' must be an object or an array of [token, bias] pairs")
+        token, bias = pair
+        if isinstance(token, str) and re.fullmatch("-?[0-9]{1,18}", token):
+            token = int(token)
+        ids = model.tokenize(token, False) if isinstance(token, str) else [token]
+        if isinstance(value, dict) and isinstance(token, str):
+            raise bad(f"'logit_bias': {token!r} is not a token id")
+        bias = -INF if bias is False else check(bias, "logit_bias", Field(float, -1e30, 1e30))
+        biases |= dict.fromkeys(check_ids(ids, "logit_bias", model.info.n_vocab), bias)
+    return biases
+
+
+# ==== Templates ===================================================================================
+
+
+class ThinkTags(NamedTuple):
+    """What opens and closes a thought."""
+
+    openings: tuple[str, ...]
+    close: str
+
+
+HARMONY = "<|channel|>analysis<|message|>"
+# The first row of which the chat template's text mentions an opening is the model's
+THINK_TAGS = (
+    ThinkTags((HARMONY, "<|start|>assistant" + HARMONY), "<|end|>"),
+    ThinkTags(("<|channel>thought",), "<channel|>"),
+    ThinkTags(("[THINK]",), "[/THINK]"),
+    ThinkTags(("<think>",), "</think>"),
+)
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+THOUGHT_NAMES = ("reasoning_content", "thinking", "reasoning")
+PROBE = "exl3-serve-probe"
+RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt")  # not for chat_template_kwargs
+
+
+def template_of(model_dir: Path, override: str | None, config: dict[str, Any]) -> str:
+    """The chat template's text: flag, chat_template.jinja, tokenizer_config.json, or none ("")."""
+    path = Path(override) if override else model_dir / "chat_template.jinja"
+    if override or path.is_file():
+        return path.read_text(encoding="utf-8")
+    value = config.get("chat_template") or ""
+    if isinstance(value, list):  # named templates: [{"name": "default", "template": ...}]
+        named = {row.get("name"): row.get("template") for row in value}
+        value = named.get("default") or next(iter(named.values()), "")
+    return value
+
+
+def think_tags_of(template_text: str) -> ThinkTags:
+    """The thought format a template speaks of; the common one when it speaks of none."""
+    rows = (row for row in THINK_TAGS if row.openings[0].split("<|message|>")[0] in template_text)
+    return next(rows, THINK_TAGS[-1])
+
+
+def special_tokens(model_dir: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """bos_token, eos_token and the like, as transformers hands them to a template."""
+    merged = eng.read_config(model_dir / "special_tokens_map.json") | config
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in merged.items()}
+    return {k: v for k, v in texts.items() if k.endswith("_token") and isinstance(v, str)}
+
+
+def compile_template(text: str) -> Any:
+    """The template as transformers compiles it (utils/chat_template_utils.py): sandboxed."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %}: transformers marks assistant tokens with it; here it is transparent."""
+
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    env.filters["tojson"] = tojson
+    env.globals["raise_exception"] = raise_exception
+    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return env.from_string(text)
+
+
+class Model:
+    """What the surface needs of the loaded model; fixed after load, shared by all threads."""
+
+    def __init__(self, backend: eng.Backend, args: argparse.Namespace) -> None:
+        """Reads the model's template and configuration files. Errors are the operator's."""
+        self.backend, self.info, self.args = backend, backend.info, args
+        model_dir = Path(backend.info.model_dir)
+        config = eng.read_config(model_dir / "tokenizer_config.json")
+        self.template_text = template_of(model_dir, args.chat_template_file, config)
+        self.specials = special_tokens(model_dir, config)
+        self.template: Any = compile_template(self.template_text) if self.template_text else None
+        self.wants_parts = not self.shows(PROBE) and self.shows([{"type": "text", "text": PROBE}])
+        self.alias = args.alias or model_dir.name
+        self.created = int(time.time())
+        self.think = think_tags_of(self.template_text)
+        ids = {tag: backend.single_id(tag) for tag in (*self.think.openings, self.think.close)}
+        self.think_ids = {i: tag for tag, i in ids.items() if i is not None}
+        self.visible_ids = frozenset(i for tag in ids for i in self.tokenize(tag))
+        self.defaults = sampling_defaults(
+            eng.read_config(model_dir / "generation_config.json"), args
+        )
+        wants_bos = backend.info.add_bos or config.get("add_bos_token") is True
+        self.bos = [backend.info.bos_id] if wants_bos and backend.info.bos_id is not None else []
+
+    def tokenize_prompt(self, text: str) -> list[int]:
+        """Of a text that is far too long only the start: enough to refuse it by, and to say that it
+        has at least so many tokens."""
+        ids = self.tokenize(text[: LONG_TOKEN_CHARS * self.info.n_ctx])
+        cut = len(text) > LONG_TOKEN_CHARS * self.info.n_ctx
+        return self.tokenize(text) if cut and len(ids) < self.info.n_ctx + 100 else ids
+
+    def shows(self, content: Any) -> bool:
+        """Whether the template shows a user's content in this form, as llama.cpp finds out."""
+        try:
+            return PROBE in self.template.render(messages=[{"role": "user", "content": content}])
+        except Exception:  # a template may raise anything; none at all has no render()
+            return False
+
+    def tokenize(self, text: str, special: bool = True) -> list[int]:
+        return self.backend.encode(text.encode("utf-8", "replace").decode(), special)
+
+    def render(self, messages: list[dict[str, Any]], tools: Any, extra: dict[str, Any]) -> str:
+        """The prompt's text; the template's own complaint is a 400 with its message."""
+        if self.wants_parts:
+            messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+        names = {k: v for k, v in extra.items() if k not in RESERVED_KWARGS}
+        names = self.specials | names | {"messages": messages, "tools": tools or None}
+        names = {"documents": None, "add_generation_prompt": True} | names
+        if self.template is None:
+            if tools:
+                raise bad("'tools': this model has no chat template that could show them")
+            head = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+            return head + "<|im_start|>assistant\n"
+        try:
+            return self.template.render(names)
+        except Exception as exc:  # a template may raise anything; all of it is about this request
+            raise bad(f"the chat template refused the request: {exc}") from None
+
+
+# ==== Text pipeline ===============================================================================
+
+Piece = tuple[str, Sequence[int]]  # text and the ids of its tokens
+Delta = tuple[str, str]  # "content" or "reasoning", text
+Part = tuple[str, str, Sequence[int]]  # likewise, behind "reasoning" or "content"
+
+
+class Scanner:
+    """Finds marks in text that comes in pieces, holding back as little as can be.
+
+    Definition: read the text character by character; at the first character where one or more
+    marks are a suffix of the text so far, the longest of them is found and the text is cut at its
+    start. Whole pieces are held, and only while the held text, from some position on, is a proper
+    prefix of some mark (with `glue`: white space and then such a prefix, also an empty one).
+    A mark in `ids` is one token: it is recognised by that id alone, never by its text.
+    """
+
+    def __init__(self, marks: Iterable[str], ids: dict[int, str] | None = None, glue: bool = False):
+        self.ids = ids or {}
+        self.marks = tuple(mark for mark in marks if mark not in self.ids.values())
+        self.firsts = frozenset(mark[0] for mark in self.marks)
+        self.glue = glue
+        self.held: list[Piece] = []
+
+    def feed(self, text: str, ids: Sequence[int] = ()) -> tuple[list[Piece], str, str]:
+        """(pieces released, mark found or "", the text after the mark)."""
+        if self.ids and not self.ids.keys().isdisjoint(ids):
+            mark = next(self.ids[i] for i in ids if i in self.ids)
+            before, _, after = text.partition(mark)
+            self.held.append((before, ids))
+            return self._cut(sum(len(t) for t, _ in self.held)), mark, after
+        glued = self.glue and text[-1:].isspace()
+        if not (self.held or glued) and self.firsts.isdisjoint(text):
+            return [(text, ids)], "", ""
+        self.held.append((text, ids))
+        whole = "".join(t for t, _ in self.held)
+        ends = [(i + len(m), i, m) for m in self.marks if (i := whole.find(m)) >= 0]
+        if ends:
+            end, start, mark = min(ends)
+            return self._cut(start), mark, whole[end:]
+        return self._release(self._keep_from(whole)), "", ""
+
+    def finish(self) -> list[Piece]:
+        """What was held, when the text ends without a mark."""
+        released, self.held = self.held, []
+        return released
+
+    def _keep_from(self, whole: str) -> int:
+        """The first position from which on the text may still become a mark."""
+        longest = max(map(len, self.marks), default=1)
+        starts = range(max(0, len(whole) - longest + 1), len(whole))
+        likely = (i for i in starts if whole[i] in self.firsts)
+        partial = (i for i in likely if any(m.startswith(whole[i:]) for m in self.marks))
+        keep = next(partial, len(whole))
+        if self.glue:
+            lowest = max(0, keep - MAX_GLUED_SPACE)
+            while keep > lowest and whole[keep - 1].isspace():
+                keep -= 1
+        return keep
+
+    def _release(self, keep: int) -> list[Piece]:
+        released, position = [], 0
+        while self.held and position + len(self.held[0][0]) <= keep:
+            position += len(self.held[0][0])
+            released.append(self.held.pop(0))
+        return released
+
+    def _cut(self, start: int) -> list[Piece]:
+        """Everything before `start`, white space before the mark left out with `glue`."""
+        whole = "".join(t for t, _ in self.held)[:start]
+        keep = len(whole.rstrip()) if self.glue else start
+        pieces, position = [], 0
+        for text, ids in self.held:
+            pieces.append((text[: max(0, keep - position)], ids))
+            position += len(text)
+        self.held = []
+        return [piece for piece in pieces if piece[0]]
+
+
+class ThoughtSplitter:
+    """Tells thought from answer. Starts where the rendered prompt ends: in a thought or not.
+
+    A thought may open only before the first character of the answer; white space next to a tag
+    goes with the tag; a thought that is never closed stays one.
+    """
+
+    def __init__(self, tags: ThinkTags, ids: dict[int, str], in_thought: bool) -> None:
+        self.openings = tags.openings
+        self.open_ids = {i: t for i, t in ids.items() if t in tags.openings}
+        self.close = Scanner([tags.close], {i: t for i, t in ids.items() if t == tags.close}, True)
+        self.in_thought = in_thought
+        self.after_tag = in_thought  # white space that comes now goes with the tag
+        self.held: list[Piece] = []  # at the start of an answer: may still become an opening tag
+        self.done = False  # the answer has begun: everything is content from here on
+
+    def feed(self, text: str, ids: Sequence[int]) -> list[Part]:
+        parts: list[Part] = []
+        while text and not self.done:
+            if self.in_thought:
+                pieces, mark, text = self.close.feed(text, ids)
+                parts += self._trimmed("reasoning", pieces)
+                if mark:
+                    self.in_thought, self.after_tag, ids = False, True, ()
+            else:
+                text = self._lead(text, ids, parts)
+        if text:
+            parts.append(("content", text, ids))
+        return parts
+
+    def _lead(self, text: str, ids: Sequence[int], parts: list[Part]) -> str:
+        """The start of an answer: what is left of the text when a thought opened."""
+        self.held.append((text, ids))
+        whole = "".join(t for t, _ in self.held)
+        start = whole.lstrip()
+        for opening in self.openings:
+            by_id = opening in self.open_ids.values()
+            if start.startswith(opening) and (
+                not by_id or not self.open_ids.keys().isdisjoint(ids)
+            ):
+                self.held, self.in_thought, self.after_tag = [], True, True
+                return start[len(opening) :]
+        may_open = any(
+            o.startswith(start) and o not in self.open_ids.values() for o in self.openings
+        )
+        if (start and not may_open) or len(whole) > MAX_GLUED_SPACE:
+            self._begin_answer(parts)
+        return ""
+
+    def _begin_answer(self, parts: list[Part]) -> None:
+        parts += self._trimmed("content", self.held)
+        self.held, self.done = [], True
+
+    def _trimmed(self, kind: str, pieces: list[Piece]) -> list[Part]:
+        parts = []
+        for text, ids in pieces:
+            if self.after_tag:
+                text = text.lstrip()
+                self.after_tag = not text
+            if text:
+                parts.append((kind, text, ids))
+        return parts
+
+    def finish(self) -> list[Part]:
+        parts = self._trimmed("reasoning", self.close.finish())
+        if not self.in_thought and not self.done:
+            self._begin_answer(parts)
+        return parts
+
+
+class Pipeline:
+    """One choice's text: the thought is split off, then stop strings are looked for."""
+
+    def __init__(self, split: ThoughtSplitter | None, stops: tuple[str, ...]) -> None:
+        self.split = split
+        self.stop = Scanner(stops) if stops else None
+        self.stopped = ""  # the stop string that ended the text
+
+    def feed(self, text: str, ids: Sequence[int]) -> list[Delta]:
+        """The deltas of one piece; after `stopped` is set there are no more."""
+        if self.stopped:
+            return []
+        if self.split is None:
+            stop = self.stop
+            if stop is None or (not stop.held and stop.firsts.isdisjoint(text)):
+                return [("content", text)] if text else []
+            return self._answer(text, ids)
+        deltas: list[Delta] = []
+        for kind, part, part_ids in self.split.feed(text, ids):
+            if kind == "reasoning":
+                deltas.append((kind, part))
+            else:
+                deltas += self._answer(part, part_ids)
+        if self.split.done:
+            self.split = None
+        return deltas
+
+    def _answer(self, text: str, ids: Sequence[int]) -> list[Delta]:
+        if self.stop is None or self.stopped:
+            return [] if self.stopped else [("content", text)]
+        released, self.stopped, _ = self.stop.feed(text, ids)
+        return [("content", part) for part, _ in released]
+
+    def finish(self) -> list[Delta]:
+        """What was still held when the text ended."""
+        deltas: list[Delta] = []
+        for kind, text, ids in self.split.finish() if self.split else []:
+            deltas += [(kind, text)] if kind == "reasoning" else self._answer(text, ids)
+        held = self.stop.finish() if self.stop and not self.stopped else []
+        return deltas + [("content", text) for text, _ in held]
+
+    @property
+    def n_held(self) -> int:
+        """Pieces that wait in a stage: their log-probabilities wait with them."""
+        n = len(self.stop.held) if self.stop else 0
+        return n + (len(self.split.held) + len(self.split.close.held) if self.split else 0)
+
+
+# ==== Requests: from a checked body to jobs =======================================================
+
+LIMIT_FIELDS = ("n_predict", "max_completion_tokens", "max_tokens")  # the first that is there
+FORMATS = ("text", "json_object", "json_schema")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+REASONING_FORMATS = ("auto", "none", "deepseek", "deepseek-legacy")
+LLAMA_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+SAMPLING_FIELDS = [name for name in eng.NEUTRAL_SAMPLING if name in FIELDS]
+
+
+def sampling_defaults(model_config: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """What a request that says nothing gets: flag > generation_config.json > llama-server's."""
+    named = model_config | {"repeat_penalty": model_config.get("repetition_penalty")}
+    defaults = eng.NEUTRAL_SAMPLING | LLAMA_SAMPLING
+    for layer in (named, vars(args)):
+        defaults |= {k: layer[k] for k in SAMPLING_FIELDS if layer.get(k) is not None}
+    return defaults
+
+
+Prompts = list[tuple[Any, list[int]]]  # each as the client wrote it, and as token ids
+
+
+@dataclass
+class Task:
+    """A request that was found good: what every one of its choices needs."""
+
+    dialect: type[Any]
+    fields: dict[str, Any]  # the checked body
+    prompts: Prompts
+    n: int  # choices per prompt
+    params: dict[str, Any]  # of eng.GenerationParams, without the prompt and the grammar
+    stops: tuple[str, ...] = ()
+    in_thought: bool | None = None  # None: thoughts are not split off
+    grammar: tuple[str, str] | None = None  # kind and source
+    grammar_after: int | None = None  # the token after which it binds
+    grammars: list[Any] = field(default_factory=list)  # compiled, one per choice
+
+    def flag(self, name: str) -> bool:
+        return self.fields.get(name, False)
+
+
+def generation_params(model: Model, fields: dict[str, Any]) -> dict[str, Any]:
+    """Sampling and limits of a request, as eng.GenerationParams takes them."""
+    logprobs, n_probs = fields.get("logprobs"), fields.get("n_probs", 0)
+    if logprobs is True:
+        n_probs = fields.get("top_logprobs", 0)
+    elif logprobs:
+        n_probs = check(logprobs, "logprobs", Field(int, 0, 100))
+    elif "top_logprobs" in fields:
+        raise bad("'top_logprobs' needs 'logprobs' to be true")
+    # -1 and none mean the cap
+    limits = [fields[name] for name in LIMIT_FIELDS if name in fields]
+    cap = model.args.max_tokens_cap or model.info.n_ctx
+    seed = fields.get("seed", -1)
+    return {
+        "max_tokens": min(limits[0], cap) if limits and limits[0] >= 0 else cap,
+        "sampling": model.defaults | {k: v for k, v in fields.items() if k in model.defaults},
+        "logit_bias": parse_logit_bias(fields.get("logit_bias"), model),
+        "seed": None if seed in (-1, 0xFFFFFFFF) else seed,
+        "ignore_eos": fields.get("ignore_eos", False),
+        "n_probs": n_probs if n_probs or logprobs is True else -1,
+        "banned_strings": [text for text in fields.get("banned_strings", []) if text],
+    }
+
+
+def make_task(model: Model, dialect: type, fields: dict[str, Any], prompts: Prompts) -> Task:
+    """Checks what is common to all generating routes; 400 when the context cannot hold a prompt."""
+    n, n_ctx = fields.get("n_cmpl", fields.get("n", 1)), model.info.n_ctx
+    check(n * len(prompts), "n", Field(int, 1, MAX_CHOICES))
+    for _, ids in prompts:
+        if (n_ids := len(ids)) >= n_ctx:
+            text = f"request ({n_ids} tokens) exceeds the available context size ({n_ctx} tokens)"
+            kind = "exceed_context_size_error"
+            extra = {"n_prompt_tokens": n_ids, "n_ctx": n_ctx}
+            raise ApiError(400, text + ", try increasing it", kind, **extra)
+    params, stops = generation_params(model, fields), parse_stops(fields.get("stop"), "stop")
+    return Task(dialect, fields, prompts, n, params, stops, grammar=parse_constraint(fields))
+
+
+def parse_constraint(fields: dict[str, Any]) -> tuple[str, str] | None:
+    """(kind, source) of a grammar or schema; 400 when it is not one."""
+    form = fields.get("response_format", {"type": "text"})
+    name, found = "response_format.schema", []
+    kind = one_of(form.get("type"), "response_format.type", FORMATS)
+    if kind == "json_object":
+        found = [form.get("schema", {"type": "object"})]
+    elif kind == "json_schema":
+        found = [(form.get("json_schema") or form).get("schema")]
+    if "json_schema" in fields:
+        found.append(fields["json_schema"])
+    sources = [("json_schema", dumps(check(f, name, Field(dict))).decode()) for f in found]
+    sources += [("gbnf", text) for text in [fields.get("grammar")] if text]
+    if len(sources) > 1:
+        raise bad("only one of 'grammar', 'json_schema' and 'response_format' can be given")
+    return sources[0] if sources else None
+
+
+def prepare_completion(dialect: type, model: Model, body: dict[str, Any]) -> Task:
+    """/completion and /v1/completions."""
+    fields = checked(body)
+    return compiled(model, make_task(model, dialect, fields, parse_prompts(model, fields)))
+
+
+def parse_prompts(model: Model, fields: dict[str, Any]) -> Prompts:
+    """A string, token ids, a mixed list (one prompt each) or a list of these (several)."""
+    value = fields.get("prompt")
+    several = isinstance(value, list) and all(isinstance(v, (str, list)) for v in value)
+    prompts: list[Any] = value if several and value else [value]  # type: ignore[assignment]
+    return [(p, prompt_ids(model, p)) for p in prompts]
+
+
+def parts_ids(model: Model, value: Any, name: str, special: bool = True) -> list[int]:
+    """Token ids of a text, or of a list of texts and ids in which they follow each other."""
+    parts = [value] if isinstance(value, str) else check(value, name, Field(list))
+    encode = model.tokenize_prompt if name == "prompt" else partial(model.tokenize, special=special)
+    ids: list[int] = []
+    for part in parts:
+        text = isinstance(part, str)
+        ids += encode(part) if text else check_ids([part], name, model.info.n_vocab)
+    return ids
+
+
+def prompt_ids(model: Model, prompt: Any) -> list[int]:
+    """Token ids of one prompt; BOS goes in front of text where the model wants it."""
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    if not isinstance(prompt, (str, list)) or prompt == []:
+        raise bad("'prompt' must be a string, an array of token ids, or an array of these")
+    ids = (model.bos if isinstance(first, str) else []) + parts_ids(model, prompt, "prompt")
+    # An empty prompt gets what a model that was told nothing would say
+    return ids or [model.info.bos_id or model.info.eos_id or 0]
+
+
+def check_text(content: Any, path: str) -> str:
+    """A message's content as text: a string, null, or text parts, joined by newlines."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise bad(f"'{path}' must be a string, null or an array of parts")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("image_url", "input_image", "image"):
+            raise bad(f"'{path}[{i}]': image input is not supported by this server")
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise bad(f"'{path}[{i}].type': {kind!r} is not a content part that is supported")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise bad(f"'{path}[{i}].text' must be a string")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def check_messages(messages: list[Any], template_text: str) -> list[dict[str, Any]]:
+    """Messages as templates expect them: text content, known roles, no nulls; 400 with the path.
+
+    A `developer` message becomes a system message where the template does not know the role, and
+    is joined with the system message that is there.
+    """
+    out: list[dict[str, Any]] = []
+    merging = False
+    for i, message in enumerate(messages):
+        path = f"messages[{i}]"
+        message = check(message, path, Field(dict))
+        role = one_of(message.get("role"), f"{path}.role", ROLES)
+        if "content" not in message and role != "assistant":
+            raise bad(f"'{path}.content' is missing")
+        kept = {k: v for k, v in message.items() if v is not None and v != []}
+        kept["content"] = check_text(message.get("content"), f"{path}.content")
+        thoughts = [kept[name] for name in THOUGHT_NAMES if name in kept]
+        if thoughts:  # gpt-oss templates say "thinking", the others "reasoning_content"
+            thought = check(thoughts[0], f"{path}.reasoning_content", Field(str))
+            kept = {"thinking": thought} | kept | {"reasoning_content": thought}
+        if role == "developer" and "developer" not in template_text:
+            kept["role"], merging = "system", True
+        if merging and kept["role"] == "system" and out and out[0]["role"] == "system":
+            out[0] = out[0] | {"content": f"{out[0]['content']}\n\n{kept['content']}"}
+        else:
+            out.append(kept)
+    return out
+
+
+def template_kwargs(model: Model, fields: dict[str, Any]) -> dict[str, Any]:
+    """The template's own variables: flags < reasoning_effort < chat_template_kwargs."""
+    kwargs: dict[str, Any] = dict(model.args.chat_template_kwargs or {})
+    effort = fields.get("reasoning_effort", model.args.reasoning_effort)
+    if effort is not None:
+        one_of(effort, "reasoning_effort", EFFORTS)
+        kwargs["enable_thinking"] = kwargs["thinking"] = effort != "none"
+        if effort != "none":
+            kwargs["reasoning_effort"] = effort
+    return kwargs | fields.get("chat_template_kwargs", {})
+
+
+def render_chat(model: Model, fields: dict[str, Any]) -> tuple[str, bool]:
+    """(prompt text, whether it ends inside a thought). A trailing assistant message is continued.
+
+    With a template that opens a thought for the answer, a continued answer closes it first, or
+    goes on in it where the message itself holds or opens a thought.
+    """
+    if "messages" not in fields:
+        raise bad("'messages' is missing")
+    messages = check_messages(fields["messages"], model.template_text)
+    prefill, last = None, messages[-1]
+    if last["role"] == "assistant" and not last.get("tool_calls"):
+        prefill, messages = last, messages[:-1]
+    kwargs = template_kwargs(model, fields)
+    prompt = model.render(messages, fields.get("tools"), kwargs)
+    openings, close = model.think
+    in_thought = prompt.rstrip().endswith(openings)
+    if prefill is None or not (prefill["content"] or prefill.get("reasoning_content")):
+        return prompt, in_thought
+    text, thought = prefill["content"], prefill.get("reasoning_content") or ""
+    closed = bool(text)
+    own = next((o for o in openings if text.lstrip().startswith(o)), "")
+    if own:
+        thought, tag, text = text.lstrip()[len(own) :].partition(close)
+        closed = bool(tag)
+    if in_thought or own or thought:
+        prompt = prompt.rstrip() if in_thought else prompt + (own or openings[0])
+        prompt += "\n" + thought.lstrip("\n")
+        if not closed:
+            return prompt, True
+        prompt, text = prompt.rstrip("\n") + f"\n{close}\n\n", text.lstrip("\n")
+    return prompt + text, False
+
+
+def prepare_chat(dialect: type, model: Model, body: dict[str, Any]) -> Task:
+    """/v1/chat/completions and the dialects that translate to it."""
+    fields = checked(body)
+    prompt, in_thought = render_chat(model, fields)
+    task = make_task(model, dialect, fields, [(prompt, model.tokenize_prompt(prompt))])
+    form = fields.get("reasoning_format", model.args.reasoning_format)
+    one_of(form, "reasoning_format", REASONING_FORMATS)
+    task.in_thought = None if form == "none" else in_thought
+    task.params["visible_ids"] = model.visible_ids
+    if task.grammar is not None and in_thought:
+        task.grammar_after = model.backend.single_id(model.think.close)
+        if task.grammar_after is None:
+            raise bad("a grammar needs thinking off: this model's thoughts end in no single token")
+    return compiled(model, task)
+
+
+def compiled(model: Model, task: Task) -> Task:
+    """Compiles the grammar, once per choice; 400 with the compiler's reason."""
+    if task.grammar is not None:
+        compile_once = partial(model.backend.compile_grammar, *task.grammar, task.grammar_after)
+        try:
+            task.grammars = [compile_once() for _ in range(task.n * len(task.prompts))]
+        except eng.BadGrammar as exc:
+            raise bad(f"the grammar or schema does not compile: {exc}") from None
+    return task
+
+
+# ==== Choices =====================================================================================
+
+
+def prob_entry(model: Model, token_id: int, p: float, top: Any = None) -> dict[str, Any]:
+    """One token's log-probability: the same object in OpenAI's and llama-server's forms."""
+    data = model.backend.token_bytes(token_id)
+    entry = {"id": token_id, "token": data.decode("utf-8", "replace"), "bytes": list(data)}
+    entry["logprob"] = math.log(p) if p > 0 else LOG_ZERO
+    if top is not None:
+        entry["top_logprobs"] = [prob_entry(model, i, q) for i, q in top]
+    return entry
+
+
+Listener = Callable[["Choice", eng.Update], None]
+
+
+class Choice:
+    """One answer to one prompt: its job, its text pipeline and what came of it so far."""
+
+    def __init__(self, index: int, task: Task, model: Model, listener: Listener) -> None:
+        self.index, self.task = index, task
+        self.prompt, ids = task.prompts[index // task.n]
+        self.n_prompt = len(ids)
+        params = eng.GenerationParams(prompt_ids=ids, **task.params)
+        params.max_tokens = min(params.max_tokens, model.info.n_ctx - len(ids))
+        if params.seed is not None:
+            params.seed += index % task.n  # n equal answers would be of no use
+        if task.grammars:
+            params.grammar = task.grammars[index]
+        split = None
+        if task.in_thought is not None:
+            split = ThoughtSplitter(model.think, model.think_ids, task.in_thought)
+        self.pipeline = Pipeline(split, task.stops)
+        self.job = eng.Job(params, partial(listener, self))
+        self.last = eng.Update(self.job)  # the newest figures
+        self.n_decoded = 0  # tokens in what was sent
+        self.head = b'data: {"choices":[{"finish_reason":null,"index":%d,' % index
+        self.opened = False  # something of it was sent
+        self.plain = False  # from now on every piece is text and nothing else
+        self.prompt_timings: tuple[Any, str] = (None, "")
+        self.finish = ""  # stop, length or tool_calls, once it has ended
+        self.stop_type = "none"
+        self.texts: dict[str, list[str]] = {"content": [], "reasoning": []}
+        self.tokens: list[int] = []
+        self.probs: list[dict[str, Any]] = []
+        self.waiting: list[list[dict[str, Any]]] = []  # of pieces whose text is not out yet
+
+    def text_of(self, kind: str) -> str:
+        return "".join(self.texts[kind])
+
+    def take_probs(self, model: Model, piece: eng.Piece) -> None:
+        """Keeps a piece's log-probabilities until its text is out."""
+        if piece.probs is not None and not (piece.ids[0] in model.info.eos_ids and not piece.text):
+            pairs = zip(piece.ids, piece.probs, strict=True)
+            entries = [prob_entry(model, i, p, top) for i, (p, top) in pairs]
+            self.waiting.append(entries)
+
+    def ready_probs(self, deltas: list[Delta]) -> list[dict[str, Any]]:
+        """The entries of text that is out now; those of a stop string's tokens are dropped."""
+        keep = len(deltas) if self.pipeline.stopped else len(self.waiting) - self.pipeline.n_held
+        ready = [entry for entries in self.waiting[:keep] for entry in entries]
+        del self.waiting[:keep]
+        self.probs += ready
+        return ready
+
+    def timings_json(self, n_decoded: int) -> bytes:
+        """llama-server's `timings`: sent with every token when asked for, so the part about the
+        prompt is made once."""
+        last = self.last
+        if self.prompt_timings[0] != (last.n_cached, last.prompt_s):
+            n, ms = self.n_prompt - last.n_cached, last.prompt_s * 1e3
+            text = f'{{"cache_n":{last.n_cached},"prompt_n":{n},"prompt_ms":{ms:.3f},'
+            text += f'"prompt_per_token_ms":{ms / max(n, 1):.6f},'
+            text += f'"prompt_per_second":{n / ms * 1e3 if ms > 0 else 0.0:.6f},'
+            self.prompt_timings = ((last.n_cached, last.prompt_s), text)
+        ms = last.predicted_s * 1e3
+        text = f'"predicted_n":{n_decoded},"predicted_ms":{ms:.3f},"predicted_per_token_ms":'
+        text += f"{ms / max(n_decoded, 1):.6f},"
+        text += f'"predicted_per_second":{n_decoded / ms * 1e3 if ms > 0 else 0.0:.6f}'
+        if last.n_draft:
+            text += f',"draft_n":{last.n_draft},"draft_n_accepted":{last.n_draft_accepted}'
+        return (self.prompt_timings[1] + text + "}").encode()
+
+    def timings(self) -> dict[str, Any]:
+        return json.loads(self.timings_json(self.n_decoded))
+
+
+# ==== Dialects ====================================================================================
+#
+# A dialect turns deltas into frames and, without streaming, blocks into a body. Its events as a
+# grammar, for every choice:     open? (progress | piece)* end      and once:   close | error
+# Every method returns bytes: they are joined and leave in one write per request and step.
+
+
+def sse(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+class Dialect:
+    """What every dialect has; errors in a stream and its end may be told otherwise."""
+
+    keeps_text = False  # needs the whole text also when it streams
+
+    def __init__(self, task: Task, model: Model, choices: list[Choice]) -> None:
+        self.task, self.model, self.choices = task, model, choices
+        self.per_token = task.flag("timings_per_token")
+
+    def error(self, error: ApiError) -> bytes:
+        return sse(dumps(error.body()))
+
+    def close(self) -> bytes:
+        return b""
+
+
+class OpenAIDialect(Dialect):
+    """What OpenAI's two completion forms share: everything but how a delta and a choice look."""
+
+    object = stream_object = ""
+    opening = b""  # sent before the first delta of a choice, if anything
+    no_delta = no_probs = b""
+    usage_at_end = False  # on the finish chunk, unless it has a chunk of its own
+
+    def __init__(self, task: Task, model: Model, choices: list[Choice]) -> None:
+        super().__init__(task, model, choices)
+        self.common = {"created": int(time.time()), "id": "chatcmpl-" + secrets.token_hex(16)}
+        self.common |= {"model": model.alias, "system_fingerprint": f"exl3-serve-{VERSION}"}
+        self.tail = b"}]," + dumps(self.common | {"object": self.stream_object})[1:-1]
+        self.plain_tail = self.no_probs + self.tail + b"}\n\n"
+        options = task.fields.get("stream_options") or {}
+        self.usage_chunk = task.flag("stream") and options.get("include_usage") is True
+
+    def member(self, delta: Delta) -> bytes:
+        raise NotImplementedError
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def chunk(
+        self, choice: Choice, member: bytes, more: bytes = b"", finish: bytes = b"null"
+    ) -> bytes:
+        """One SSE event: `member` says what is new, `more` follows the common members."""
+        head = choice.head.replace(b"null", finish, 1)
+        return head + member + self.tail + more + b"}\n\n"
+
+    def timings(self, choice: Choice, n_decoded: int) -> bytes:
+        return b',"timings":' + choice.timings_json(n_decoded)
+
+    def progress(self, choice: Choice, progress: dict[str, Any]) -> bytes:
+        more = self.timings(choice, 0) if self.per_token else b""
+        more += b',"prompt_progress":' + dumps(progress)
+        return self.chunk(choice, self.opening or self.no_delta, more)
+
+    def piece(self, choice: Choice, deltas: list[Delta], piece: eng.Piece) -> bytes:
+        """One chunk per delta, the log-probabilities on the first."""
+        if not deltas:
+            return b""
+        out, more = b"", self.timings(choice, piece.n_decoded) if self.per_token else b""
+        if not choice.opened:
+            choice.opened = True
+            choice.plain = not self.per_token and choice.job.params.n_probs < 0
+            out = self.chunk(choice, self.opening) if self.opening else b""
+        entries = choice.ready_probs(deltas) if choice.waiting else None
+        probs = b',"logprobs":{"content":' + dumps(entries) + b"}" if entries else self.no_probs
+        for delta in deltas:
+            out += self.chunk(choice, self.member(delta) + probs, more)
+            probs = self.no_probs
+        return out
+
+    def plain(self, choice: Choice, deltas: list[Delta]) -> bytes:
+        """piece() without figures and log-probabilities: every token of most requests."""
+        tail = self.plain_tail
+        return b"".join([choice.head + self.member(delta) + tail for delta in deltas])
+
+    def end(self, choice: Choice) -> bytes:
+        out = b"" if choice.opened or not self.opening else self.chunk(choice, self.opening)
+        timings = self.timings(choice, choice.n_decoded)
+        if self.usage_at_end and not self.usage_chunk:
+            timings += b',"usage":' + dumps(self.usage())
+        finish = b'"%b"' % choice.finish.encode()
+        return out + self.chunk(choice, self.no_delta + self.no_probs, timings, finish)
+
+    def usage(self) -> dict[str, Any]:
+        """Prompt tokens count once per prompt, not per choice."""
+        firsts = self.choices[:: self.task.n]
+        n_prompt, n_cached = sum(c.n_prompt for c in firsts), sum(c.last.n_cached for c in firsts)
+        n_new = sum(c.n_decoded for c in self.choices)
+        usage = {"completion_tokens": n_new, "prompt_tokens": n_prompt}
+        details = {"prompt_tokens_details": {"cached_tokens": n_cached}}
+        return usage | {"total_tokens": n_prompt + n_new} | details
+
+    def whole(self, choices: list[Any], kind: str) -> bytes:
+        answer = {"choices": choices} | self.common | {"object": kind, "usage": self.usage()}
+        return dumps(answer | {"timings": self.choices[0].timings()})
+
+    def close(self) -> bytes:
+        """The usage chunk, if asked for, and the end mark."""
+        usage = sse(self.whole([], self.stream_object)) if self.usage_chunk else b""
+        return usage + b"data: [DONE]\n\n"
+
+    def body(self) -> bytes:
+        return self.whole([self.choice(c) for c in self.choices], self.object)
+
+
+class ChatDialect(OpenAIDialect):
+    """/v1/chat/completions, as llama-server and OpenAI write it."""
+
+    object, stream_object = "chat.completion", "chat.completion.chunk"
+    opening = b'"delta":{"role":"assistant","content":""}'
+    no_delta = b'"delta":{}'
+    KEYS: ClassVar = {
+        "content": b'"delta":{"content":',
+        "reasoning": b'"delta":{"reasoning_content":',
+    }
+
+    def member(self, delta: Delta) -> bytes:
+        return self.KEYS[delta[0]] + json_string(delta[1]).encode() + b"}"
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text_of("content")}
+        if thought := choice.text_of("reasoning"):
+            message["reasoning_content"] = thought
+        row = {"finish_reason": choice.finish, "index": choice.index, "message": message}
+        return row | ({"logprobs": {"content": choice.probs}} if choice.probs else {})
+
+
+class TextDialect(OpenAIDialect):
+    """/v1/completions, OpenAI's legacy form."""
+
+    object = stream_object = "text_completion"
+    no_delta = b'"text":""'
+    no_probs = b',"logprobs":null'
+    usage_at_end = True
+
+    def member(self, delta: Delta) -> bytes:
+        return b'"text":' + json_string(delta[1]).encode()
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        probs = {"content": choice.probs} if choice.probs else None
+        row = {"text": choice.text_of("content"), "index": choice.index, "logprobs": probs}
+        return row | {"finish_reason": choice.finish}
+
+
+class LlamaDialect(Dialect):
+    """/completion, llama-server's own form (server-task.cpp, server_task_result_cmpl_*)."""
+
+    keeps_text = True  # for has_new_line
+
+    def event(self, choice: Choice, text: str, tokens: list[int], n: int, more: bytes) -> bytes:
+        head = b'data: {"index":%d,"content":%b,"tokens":%b,"stop":false,"id_slot":%d,'
+        head %= choice.index, json_string(text).encode(), b"%a" % tokens, choice.job.id_slot
+        if self.per_token:
+            more = b',"timings":' + choice.timings_json(n) + more
+        counts = b'"tokens_predicted":%d,"tokens_evaluated":%d%b}\n\n' % (n, choice.n_prompt, more)
+        return head + counts
+
+    def progress(self, choice: Choice, progress: dict[str, Any]) -> bytes:
+        return self.event(choice, "", [], 0, b',"prompt_progress":' + dumps(progress))
+
+    def piece(self, choice: Choice, deltas: list[Delta], piece: eng.Piece) -> bytes:
+        """One event per delta, the token ids on the last; a token whose text waits has its own."""
+        more = b""
+        if choice.waiting and (entries := choice.ready_probs(deltas)):
+            more = b',"completion_probabilities":' + dumps(entries)
+        texts = [text for _, text in deltas] or [""]
+        n, last = piece.n_decoded, texts.pop()
+        out = b"".join(self.event(choice, text, [], n, b"") for text in texts)
+        return out + self.event(choice, last, piece.ids, n, more)
+
+    def end(self, choice: Choice) -> bytes:
+        return sse(dumps(self.result(choice, "", [])))
+
+    def body(self) -> bytes:
+        wants_tokens = self.task.flag("return_tokens")
+        pairs = [(c, c.tokens if wants_tokens else []) for c in self.choices]
+        results = [self.result(c, c.text_of("content"), tokens) for c, tokens in pairs]
+        return dumps(results[0] if len(results) == 1 else results)
+
+    def result(self, choice: Choice, text: str, tokens: list[int]) -> dict[str, Any]:
+        n_new, n_prompt = choice.n_decoded, choice.n_prompt
+        shown = choice.prompt if isinstance(choice.prompt, str) else choice.job.params.prompt_ids
+        whole = {"index": choice.index, "content": text, "tokens": tokens}
+        whole |= {"id_slot": choice.job.id_slot, "stop": True, "model": self.model.alias}
+        whole |= {"tokens_predicted": n_new, "tokens_evaluated": n_prompt}
+        whole |= {"generation_settings": generation_settings(self.task.fields, self.task.params)}
+        whole |= {"prompt": shown, "has_new_line": "\n" in choice.text_of("content")}
+        whole |= {"truncated": False, "stop_type": choice.stop_type}
+        whole |= {"stopping_word": choice.pipeline.stopped}
+        whole |= {"tokens_cached": max(0, n_prompt + n_new - 1), "timings": choice.timings()}
+        if choice.probs and not self.task.flag("stream"):
+            whole["completion_probabilities"] = choice.probs
+        return whole
+
+
+def generation_settings(fields: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """llama-server's `generation_settings` and `params`: the effective values."""
+    seed = 0xFFFFFFFF if params["seed"] is None else params["seed"]
+    limit = fields.get("n_predict", fields.get("max_tokens", -1))
+    settings = {"seed": seed} | params["sampling"] | ABSENT_SAMPLERS
+    settings |= {"mirostat_tau": 5.0, "mirostat_eta": 0.1, "dynatemp_exponent": 1.0}
+    settings |= {"max_tokens": limit, "n_predict": limit, "n_keep": 0, "n_discard": 0}
+    settings |= {k: fields.get(k, False) for k in ("ignore_eos", "stream", "timings_per_token")}
+    settings |= {"n_probs": max(0, params["n_probs"]), "min_keep": 0, "lora": []}
+    settings |= {"stop": fields.get("stop", []), "grammar": fields.get("grammar", "")}
+    biases = params["logit_bias"].items()
+    return settings | {"logit_bias": [{"token": i, "bias": max(b, -MAX_NUMBER)} for i, b in biases]}
+
+
+# ==== Answers =====================================================================================
+
+
+class Answer:
+    """One exchange with its choices, from the first job to the last byte."""
+
+    def __init__(self, app: App, exchange: Exchange, task: Task) -> None:
+        self.app, self.exchange, self.task = app, exchange, task
+        self.engine, self.model = app.engine, app.model
+        n = task.n * len(task.prompts)
+        self.choices = [Choice(i, task, app.model, self.on_update) for i in range(n)]
+        self.dialect = task.dialect(task, app.model, self.choices)
+        self.stream = task.flag("stream")
+        self.shows_progress = self.stream and task.flag("return_progress")
+        self.keeps = not self.stream or task.dialect.keeps_text
+        self.n_open = n
+        self.closed = False  # nothing more is to be sent
+
+    def begin(self) -> None:
+        """Queues the jobs and sends the head of a stream."""
+        self.exchange.on_gone = self.cancel
+        self.app.answers.add(self)
+        for choice in self.choices:
+            self.engine.submit(choice.job)
+        if self.stream:
+            self.exchange.start(200, SSE_HEADERS)
+            if self.shows_progress:
+                self.exchange.write(self.progress(self.choices[0], 0))
+
+    def cancel(self) -> None:
+        """The client is gone, or one choice failed: the rest is not wanted."""
+        self.close()
+        for choice in self.choices:
+            self.engine.cancel(choice.job)
+
+    def close(self) -> None:
+        self.closed = True
+        self.app.answers.discard(self)
+
+    def on_update(self, choice: Choice, update: eng.Update) -> None:
+        """What one step says of one choice. An error here must not reach the other answers."""
+        if choice.finish or self.closed:
+            return
+        try:
+            self.take(choice, update)
+        except Exception:  # ours, not the client's: end this answer, keep the delivery going
+            log.exception("an answer failed")
+            self.fail(ApiError(500, "internal error"))
+
+    def take(self, choice: Choice, update: eng.Update) -> None:
+        frames, before, choice.last = b"", choice.last, update
+        if self.shows_progress:
+            first = update.n_decoded and not before.n_decoded
+            if first or update.progress:
+                frames = self.progress(choice, choice.n_prompt if first else update.progress or 0)
+        for piece in update.pieces:
+            frames += self.feed(choice, piece)
+            if choice.pipeline.stopped:
+                choice.stop_type = "word"
+                self.engine.cancel(choice.job)
+                frames += self.finish(choice)
+                break
+        if update.end is not None and not choice.finish:
+            if update.end is eng.EndKind.FAILED:
+                self.fail(ApiError(503 if update.retry else 500, update.error))
+                return
+            choice.stop_type = "limit" if update.end is eng.EndKind.LIMIT else "eos"
+            choice.n_decoded = max(choice.n_decoded, update.n_decoded)
+            frames += self.finish(choice)
+        if not self.n_open:
+            self.send_last(frames)
+        elif frames:
+            self.exchange.write(frames)
+
+    def feed(self, choice: Choice, piece: eng.Piece) -> bytes:
+        deltas = choice.pipeline.feed(piece.text, piece.ids)
+        choice.n_decoded = piece.n_decoded
+        if choice.plain and not self.keeps:
+            return self.dialect.plain(choice, deltas)
+        if piece.probs is not None:
+            choice.take_probs(self.model, piece)
+        if self.keeps:
+            for kind, text in deltas:
+                choice.texts[kind].append(text)
+            choice.tokens += piece.ids
+        if self.stream:
+            return self.dialect.piece(choice, deltas, piece)
+        choice.ready_probs(deltas)
+        return b""
+
+    def finish(self, choice: Choice) -> bytes:
+        """Flushes the text that was held; the choice is over after this."""
+        cut = choice.stop_type == "limit"
+        deltas = choice.pipeline.finish()
+        if choice.pipeline.stopped:  # perhaps only now, in text that was held
+            choice.stop_type, cut = "word", False
+        for kind, text in deltas if self.keeps else []:
+            choice.texts[kind].append(text)
+        frames = b""
+        if self.stream and deltas:
+            frames = self.dialect.piece(choice, deltas, eng.Piece("", [], choice.n_decoded))
+        choice.finish = "length" if cut else "stop"
+        self.n_open -= 1
+        return frames + (self.dialect.end(choice) if self.stream else b"")
+
+    def send_last(self, frames: bytes) -> None:
+        self.close()
+        if self.stream:
+            self.exchange.end(frames + self.dialect.close())
+        else:
+            self.exchange.respond(Response(200, self.dialect.body(), JSON_HEADERS))
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the whole answer with an error in the route's own form; never looks like success."""
+        self.cancel()
+        if self.stream:
+            self.exchange.end(self.dialect.error(error))
+        else:
+            self.exchange.respond(self.app.error_response(error, self.exchange.request))
+
+    def progress(self, choice: Choice, processed: int) -> bytes:
+        waited = choice.job.started and time.perf_counter() - choice.job.started
+        progress = {"total": choice.n_prompt, "cache": min(processed, choice.last.n_cached)}
+        progress |= {"processed": processed, "time_ms": int(waited * 1e3)}
+        return self.dialect.progress(choice, progress)
+
+
+JSON_HEADERS = [("Content-Type", "application/json; charset=utf-8")]
+
+
+def json_response(status: int, value: Any) -> Response:
+    return Response(status, dumps(value), JSON_HEADERS)
+
+
+# ==== Routes ======================================================================================
+
+
+class App:
+    """The surface: checks a request's head, finds its handler, runs it, answers errors."""
+
+    def __init__(self, args: argparse.Namespace, keys: list[bytes], local: bool) -> None:
+        """`local`: only this machine can connect. `keys`: none of them means no key is asked."""
+        self.args, self.keys, self.local = args, keys, local
+        self.ready = False  # from here on there are:
+        self.model: Model
+        self.engine: eng.Engine
+        self.progress = 0.0  # of loading
+        self.answers: set[Answer] = set()
+        self.n_slow = 0  # requests in worker threads
+        self.pool = ThreadPoolExecutor(N_WORKERS, "worker")
+        self.loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[str] = self.loop.create_future()  # why to stop; "" on a signal
+        self.server_header = f"exl3-serve/{VERSION} exllamav3/unknown"
+
+    # -- http11's App --
+
+    def on_head(self, request: Request) -> Response | None:
+        """Refuses what needs no body to be refused."""
+        path = re.sub("/{2,}", "/", request.path).rstrip("/") or "/"
+        try:
+            self.check_host(request)
+            if request.method == "OPTIONS":
+                return Response(200, b"", self.preflight_headers(request))
+            methods = ROUTES.get(path)
+            method = "GET" if request.method == "HEAD" else request.method
+            if path not in OPEN_ROUTES:
+                self.check_key(request)
+            if methods is None:
+                raise ApiError(404, "File Not Found")
+            if method not in methods:
+                allowed = ", ".join([*methods, "OPTIONS", *["HEAD"] * ("GET" in methods)])
+                error = ApiError(405, f"allowed here: {allowed}", ERROR_TYPES[400])
+                error.headers.append(("Allow", allowed))
+                raise error
+            if not self.ready:
+                raise ApiError(503, "Loading model", progress=round(self.progress, 3))
+            if self.engine.fatal:
+                raise ApiError(503, f"the engine has failed: {self.engine.fatal}")
+            if request.headers.get("content-encoding", "identity") != "identity":
+                raise ApiError(415, "compressed request bodies are not read", ERROR_TYPES[400])
+            request.context = methods[method]
+        except ApiError as error:
+            return self.error_response(error, request)
+        return None
+
+    def check_host(self, request: Request) -> None:
+        """Without a key a web page must not drive the model: neither by rebinding a name to the
+        loopback address (Host) nor by a plain cross-site POST (Origin)."""
+        if self.keys or not self.local:
+            return
+        host = request.headers.get("host", "localhost")
+        if not is_loopback(host) and bare_host(host) not in self.args.allowed_hosts:
+            raise ApiError(403, f"Host {host!r} needs a key; see --allowed-hosts")
+        origin = request.headers.get("origin")
+        if origin is not None and not self.origin_allowed(origin):
+            raise ApiError(403, f"Origin {origin!r} needs a key; see --cors-origins")
+
+    def origin_allowed(self, origin: str) -> bool:
+        listed = self.args.cors_origins
+        if self.keys or origin in listed or "*" in listed:
+            return True
+        scheme, _, rest = origin.partition("://")
+        return scheme in ("http", "https") and is_loopback(rest)
+
+    def check_key(self, request: Request) -> None:
+        if not self.keys:
+            return
+        scheme, _, token = request.headers.get("authorization", "").strip().partition(" ")
+        given = [token.strip()] if scheme.lower() == "bearer" else []
+        given.append(request.headers.get("x-api-key", "").strip())
+        right = [
+            hmac.compare_digest(g.encode("latin-1"), key) for g in given if g for key in self.keys
+        ]
+        if not any(right):
+            raise ApiError(401, "Invalid API Key")
+
+    def preflight_headers(self, request: Request) -> list[tuple[str, str]]:
+        names = request.headers.get("access-control-request-headers", "*")
+        allow = {"Methods": "GET, POST, DELETE, OPTIONS", "Headers": names}
+        return [(f"Access-Control-Allow-{what}", value) for what, value in allow.items()]
+
+    def common_headers(self, request: Request | None) -> list[tuple[str, str]]:
+        headers = [("Server", self.server_header)]
+        origin = request.headers.get("origin") if request else None
+        if origin is not None and self.origin_allowed(origin):
+            headers += [("Access-Control-Allow-Origin", origin), ("Vary", "Origin")]
+            headers += [("Access-Control-Allow-Credentials", "true")]
+        return headers
+
+    def error(self, status: int, message: str, request: Request | None) -> Response:
+        return self.error_response(ApiError(status, message), request)
+
+    def error_response(self, error: ApiError, request: Request | None) -> Response:
+        return Response(error.status, dumps(error.body()), JSON_HEADERS + error.headers)
+
+    def on_request(self, exchange: Exchange) -> None:
+        """Runs the handler: at once when that is cheap, else in a worker thread."""
+        body = exchange.request.body
+        if len(body) <= INLINE_BODY_BYTES and not any(word in body for word in SLOW_WORDS):
+            self.finish(exchange, self.call(exchange.request))
+            return
+        self.set_slow(+1)
+        future = self.pool.submit(self.call, exchange.request)
+        later = self.loop.call_soon_threadsafe
+        future.add_done_callback(lambda f: later(self.finish_slow, exchange, f.result()))
+
+    def set_slow(self, change: int) -> None:
+        """While a worker thread runs Python, threads give way to each other ten times as often:
+        exllamav3 asks for the GIL at every torch call. Always so, it would cost steps."""
+        self.n_slow += change
+        sys.setswitchinterval(0.0005 if self.n_slow else 0.005)
+
+    def finish_slow(self, exchange: Exchange, result: Task | Response) -> None:
+        self.set_slow(-1)
+        self.finish(exchange, result)
+
+    def call(self, request: Request) -> Task | Response:
+        """What the handler makes of the request. In any thread."""
+        handler: Handler = request.context
+        try:
+            result = handler(self, loads(request.body) if request.method == "POST" else {})
+            return result if isinstance(result, Task) else json_response(200, result)
+        except ApiError as error:
+            return self.error_response(error, request)
+        except RecursionError:
+            return self.error_response(bad("the request is nested too deeply"), request)
+        except Exception:  # a bug of ours, found by this request: 500 for it, nothing for others
+            log.exception("%s %s failed", request.method, request.path)
+            return self.error_response(ApiError(500, "internal error"), request)
+
+    def finish(self, exchange: Exchange, result: Task | Response) -> None:
+        if isinstance(result, Response):
+            exchange.respond(result)
+        elif not exchange.gone:
+            Answer(self, exchange, result).begin()
+
+    # -- housekeeping --
+
+    def tick(self) -> None:
+        """Once a second: a comment on streams that were silent for long (proxies, SDK timeouts)."""
+        silent = time.perf_counter() - self.args.sse_ping_interval
+        for answer in list(self.answers):
+            if answer.stream and answer.exchange.last_write < silent:
+                answer.exchange.write(SSE_PING)
+        self.loop.call_later(1.0, self.tick)
+
+    def loaded(self, backend: eng.Backend, model: Model) -> None:
+        version = backend.info.engine.get("version", "unknown")
+        self.server_header = f"exl3-serve/{VERSION} exllamav3/{version}"
+        self.model = model
+        self.engine = eng.Engine(backend, self.args.parallel, self.loop, on_fatal=self.stop)
+        self.ready = True
+
+    def stop(self, reason: str = "") -> None:
+        """Begins the end: a signal, a failed load or a dead engine. A second signal is at once."""
+        if not self.done.done():
+            self.done.set_result(reason)
+        elif not reason:
+            os._exit(130)
+
+
+Handler = Callable[[App, dict[str, Any]], Any]
+# Bodies that mention one of these may take long to prepare: grammars compile, tools render
+SLOW_WORDS = (b'"grammar"', b'"json_schema"', b'"response_format"', b'"tools"', b'"lark"')
+
+
+def bare_host(host: str) -> str:
+    """Without port and brackets: "[::1]:80" -> "::1"."""
+    match = re.fullmatch(r"\[(.*)\](:\d+)?|([^:]*)(:\d+)?", host)
+    return (match[1] or match[3] or "").lower() if match else host
+
+
+def is_loopback(host: str) -> bool:
+    name = bare_host(host)
+    return name in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", name) is not None
+
+
+def get_health(app: App, body: dict[str, Any]) -> Any:
+    return {"status": "ok"}
+
+
+def get_props(app: App, body: dict[str, Any]) -> Any:
+    model = app.model
+    settings = {
+        "params": generation_settings({}, generation_params(model, {})),
+        "n_ctx": model.info.n_ctx,
+    }
+    props = {"default_generation_settings": settings, "total_slots": app.args.parallel}
+    props |= {"model_alias": model.alias, "model_path": model.info.model_dir}
+    props |= {"modalities": {"vision": False, "video": False, "audio": False}}
+    props |= {"endpoint_slots": True, "endpoint_props": False, "endpoint_metrics": False}
+    props |= {name: model.specials.get(name, "") for name in ("bos_token", "eos_token")}
+    return props | {"chat_template": model.template_text, "engine": model.info.engine}
+
+
+def get_slots(app: App, body: dict[str, Any]) -> Any:
+    rows = []
+    for i, job in enumerate(list(app.engine.slots)):
+        row: dict[str, Any] = {"id": i, "n_ctx": app.model.info.n_ctx, "speculative": False}
+        row |= {"is_processing": job is not None, "n_past": 0}
+        if job is not None:
+            last = job.last or eng.Update(job)
+            n, n_prompt = last.n_decoded, len(job.params.prompt_ids)
+            row["n_past"] = n_prompt + n if n else last.progress or 0
+            row |= {"id_task": job.id_task, "n_prompt_tokens": n_prompt}
+            row |= {"n_decoded": n, "n_remain": job.params.max_tokens - n}
+            token = {"has_next_token": True, "n_remain": row["n_remain"], "n_decoded": n}
+            row |= {"params": job.params.sampling, "next_token": [token]}
+        rows.append(row)
+    return rows
+
+
+def get_models(app: App, body: dict[str, Any]) -> Any:
+    model = app.model
+    facts = model.info.engine.get("model", {})
+    names = {"n_ctx_train": "ctx_train", "n_params": "params", "size": "bytes"}
+    meta = {"n_vocab": model.info.n_vocab, "n_ctx": model.info.n_ctx}
+    meta |= {name: facts[fact] for name, fact in names.items() if fact in facts}
+    row = {"id": model.alias, "object": "model", "created": model.created, "meta": meta}
+    return {"object": "list", "data": [row | {"owned_by": "exl3-serve"}]}
+
+
+def post_tokenize(app: App, body: dict[str, Any]) -> Any:
+    model = app.model
+    special = body.get("parse_special", True) is not False
+    ids = parts_ids(model, body.get("content", ""), "content", special)
+    ids = list(model.bos if body.get("add_special") is True else []) + ids
+    if body.get("with_pieces") is not True:
+        return {"tokens": ids}
+    return {"tokens": [{"id": i, "piece": piece_of(model.backend.token_bytes(i))} for i in ids]}
+
+
+def piece_of(data: bytes) -> str | list[int]:
+    """A token's text, or its bytes where they are no whole text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+def post_detokenize(app: App, body: dict[str, Any]) -> Any:
+    model = app.model
+    tokens = check(body.get("tokens", []), "tokens", Field(list))
+    return {"content": model.backend.decode(check_ids(tokens, "tokens", model.info.n_vocab))}
+
+
+def post_apply_template(app: App, body: dict[str, Any]) -> Any:
+    return {"prompt": render_chat(app.model, checked(body))[0]}
+
+
+def generating(prepare: Callable[..., Task], dialect: type) -> Handler:
+    return lambda app, body: prepare(dialect, app.model, body)
+
+
+CHAT = {"POST": generating(prepare_chat, ChatDialect)}
+LLAMA = {"POST": generating(prepare_completion, LlamaDialect)}
+ROUTES: dict[str, dict[str, Handler]] = {
+    "/health": {"GET": get_health},
+    "/v1/health": {"GET": get_health},
+    "/props": {"GET": get_props},
+    "/slots": {"GET": get_slots},
+    "/models": {"GET": get_models},
+    "/v1/models": {"GET": get_models},
+    "/tokenize": {"POST": post_tokenize},
+    "/detokenize": {"POST": post_detokenize},
+    "/apply-template": {"POST": post_apply_template},
+    "/completion": LLAMA,
+    "/completions": LLAMA,
+    "/v1/completions": {"POST": generating(prepare_completion, TextDialect)},
+    "/chat/completions": CHAT,
+    "/v1/chat/completions": CHAT,
+}
+# Served without a key: probes must work, and llama-server leaves these open
+OPEN_ROUTES = ("/health", "/v1/health", "/models", "/v1/models", "/")
+
+
+# ==== Options and main ============================================================================
+
+
+def words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+FLAG: dict[str, Any] = {"action": "store_true"}
+NO_SPLIT = {"action": "store_const", "const": "none", "dest": "reasoning_format"}
+STR, INT, FLOAT = {"type": str}, {"type": int}, {"type": float}
+WORDS: dict[str, Any] = {"type": words, "default": []}
+# flags, environment variable, what argparse is told, help; llama-server's names where it has one
+OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    ("--host", "LLAMA_ARG_HOST", {"default": "127.0.0.1"}, "address, name or path ending in .sock"),
+    ("--port", "LLAMA_ARG_PORT", INT | {"default": 8080}, "TCP port; 0 picks one and prints it"),
+    ("-np --parallel", "LLAMA_ARG_N_PARALLEL", INT | {"default": 2}, "slots; more requests wait"),
+    ("-a --alias", "LLAMA_ARG_ALIAS", STR, "the model's name in answers"),
+    ("--api-key", "LLAMA_API_KEY", WORDS, "key that clients must send; several with commas"),
+    ("--api-key-file", "", STR, "file with one key a line"),
+    ("--allowed-hosts", "", WORDS, "Host names served without a key, besides loopback"),
+    ("--cors-origins", "", WORDS, "web origins served without a key, besides loopback; or *"),
+    ("--max-tokens-cap", "", INT | {"default": 4096}, "most tokens of an answer; 0: the context"),
+    ("--chat-template-file", "LLAMA_ARG_CHAT_TEMPLATE_FILE", STR, "instead of the model's own"),
+    ("--chat-template-kwargs", "LLAMA_CHAT_TEMPLATE_KWARGS", {"type": json.loads}, "JSON object"),
+    ("--reasoning-format", "LLAMA_ARG_THINK", {"default": "auto"}, "none: thoughts are content"),
+    ("--no-think-split", "", NO_SPLIT, "the same as --reasoning-format none"),
+    ("--reasoning-effort", "", {"choices": EFFORTS}, "for templates that know efforts"),
+    ("--temp --temperature", "", FLOAT, "default sampling, as are the next"),
+    ("--top-k", "LLAMA_ARG_TOP_K", INT, "0: off"),
+    ("--top-p", "", FLOAT, "1: off"),
+    ("--min-p", "", FLOAT, "0: off"),
+    ("--repeat-penalty", "", FLOAT, "1: off"),
+    ("--presence-penalty", "", FLOAT, "0: off"),
+    ("--frequency-penalty", "", FLOAT, "0: off"),
+    ("--draft-n", "", INT | {"dest": "num_draft_tokens"}, "draft tokens a step; with -mtp 1"),
+    ("--dyn-draft", "", FLAG | {"dest": "dynamic_draft"}, "adapt the draft length"),
+    ("--sse-ping-interval", "", FLOAT | {"default": 30.0}, "seconds of silence in a stream"),
+    ("--drain-seconds", "", FLOAT | {"default": 5.0}, "time for running requests on a signal"),
+    ("--fake", "", FLAG, "no model: a scripted engine for trying clients"),
+    ("--fake-delay", "", FLOAT | {"default": 0.0}, "seconds a step of the fake engine takes"),
+    ("--fake-script", "", STR, "JSON list of pieces that the fake engine says"),
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    about = "Serves one EXL3 model on llama-server's HTTP surface."
+    parser = argparse.ArgumentParser("exl3_serve.py", description=about, allow_abbrev=False)
+    eng.add_model_args(parser)
+    own = parser.add_argument_group("server (llama-server's names; exllamav3's flags win)")
+    for flags, env, told, text in OPTIONS:
+        text += f" [{env}]" if env else ""
+        own.add_argument(*flags.split(), help=text, **told)
+        if env in os.environ:
+            value = os.environ[env]
+            dest = flags.split()[-1].lstrip("-").replace("-", "_")
+            parser.set_defaults(**{dest: told.get("type", str)(value)})
+    own.add_argument("--version", action="version", version=f"exl3-serve {VERSION}")
+    return parser
+
+
+def read_keys(args: argparse.Namespace) -> list[bytes]:
+    path = args.api_key_file
+    lines = Path(path).read_text(encoding="utf-8").split() if path else []
+    return [key.encode() for key in [*args.api_key, *lines]]
+
+
+def load_model(app: App, args: argparse.Namespace, argv: list[str]) -> None:
+    """The loader thread: reports to the event loop what came of it."""
+
+    def on_progress(n_loaded: int, n_modules: int) -> None:
+        app.progress = n_loaded / max(1, n_modules)
+
+    try:
+        backend = eng.load(args, args.parallel, argv, on_progress)
+        model = Model(backend, args)
+        app.loop.call_soon_threadsafe(app.loaded, backend, model)
+    except Exception as exc:  # anything: the operator gets one line, the process ends
+        reason = str(exc).strip().splitlines()
+        line = f"{type(exc).__name__}: {reason[0] if reason else ''}"
+        log.debug("loading failed", exc_info=exc)
+        app.loop.call_soon_threadsafe(app.stop, f"cannot load the model: {line}")
+
+
+async def serve(args: argparse.Namespace, argv: list[str]) -> int:
+    """Binds, answers 503 while the model loads, serves until a signal or a failed load."""
+    sockets = bind(args.host, args.port)
+    urls = [url_of(sock) for sock in sockets]
+    local = all(is_loopback(url.removeprefix("http://")) or url[:5] == "unix:" for url in urls)
+    app = App(args, read_keys(args), local)
+    server = Server(app, Limits())
+    await server.serve(sockets)
+    for url in urls:
+        log.info("listening on %s", url)
+    if not app.keys and not app.local:
+        log.warning("no --api-key: anyone who reaches this address can use the model")
+    for name in ("SIGINT", "SIGTERM"):
+        try:
+            app.loop.add_signal_handler(getattr(signal, name), app.stop)
+        except NotImplementedError:  # Windows
+            signal.signal(getattr(signal, name), lambda *_: app.loop.call_soon_threadsafe(app.stop))
+    threading.Thread(target=load_model, args=(app, args, argv), daemon=True).start()
+    app.tick()
+    failure = await app.done
+    if failure:
+        log.error("%s", failure)
+    server.stop_accepting()
+    await server.wait_idle(0 if failure else args.drain_seconds)
+    for answer in list(app.answers):
+        answer.fail(ApiError(503, "the server is shutting down"))
+    await server.wait_idle(0.5)
+    server.close()
+    if app.ready:
+        app.engine.close()
+        return EXIT_FATAL if app.engine.fatal else 0
+    return 1 if failure else 0
+
+
+def url_of(sock: Any) -> str:
+    name = sock.getsockname()
+    if isinstance(name, str):
+        return f"unix:{name}"
+    host = f"[{name[0]}]" if ":" in name[0] else name[0]
+    return f"http://{host}:{name[1]}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if not args.fake and not args.model_dir:
+        parser.error("-m/--model_dir is needed (or --fake)")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        code = asyncio.run(serve(args, argv))
+    except OSError as exc:
+        print(f"exl3-serve: {exc}", file=sys.stderr)
+        return 1
+    # Loader or exllamav3 threads may still be in native code; there is nothing left to save
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
