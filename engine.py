@@ -624,8 +624,8 @@ class Exl3Backend:
     def _add_piece(self, update: Update, text: str, ids: list[int], result: dict[str, Any]) -> None:
         job = update.job
         job.n_decoded += len(ids)
-        special = self.info.special_ids
-        if ids[-1] in special and ids[-1] not in job.params.visible_ids and len(ids) == 1:
+        hidden = ids[-1] in self.info.special_ids and ids[-1] not in job.params.visible_ids
+        if hidden and len(ids) == 1:
             text = ""
         probs = None
         if job.params.n_probs >= 0:
@@ -656,19 +656,19 @@ class Exl3Backend:
     def _figures(self, update: Update, now: float) -> None:
         """What is true of a job at the end of this step, `now` on exllamav3's clock."""
         job, h = update.job, update.job.handle
-        update.n_cached = h.cached_pages * 256 + h.cached_tokens
-        if h.rq_cached:  # counted in the first of several rounds
-            update.n_cached = h.rq_cached[1]
-        update.prompt_s, update.predicted_s = h.time_prefill, h.time_generate
+        # Several rounds of a job: the cache counts in the first, the times add up
+        cached = h.rq_cached[1] if h.rq_cached else h.cached_pages * 256 + h.cached_tokens
+        prompt_s, predicted_s, first = h.time_prefill, h.time_generate, h.time_first_token
         if update.end is None and h.time_first_prefill is not None:
-            update.prompt_s += (h.time_first_token or now) - h.time_first_prefill
-        if update.end is None and h.time_first_token is not None:
-            update.predicted_s += now - h.time_first_token
+            prompt_s += (first or now) - h.time_first_prefill
+            predicted_s += now - first if first else 0.0
+        update.n_cached, update.prompt_s, update.predicted_s = cached, prompt_s, predicted_s
         update.n_decoded = h.rq_new_tokens + h.new_tokens if update.end else job.n_decoded
         if job.params.max_tokens == 0:
             update.n_decoded, update.predicted_s = 0, 0.0
-        update.n_draft_accepted = h.accepted_draft_tokens
-        update.n_draft = h.accepted_draft_tokens + h.rejected_draft_tokens
+        if self.generator.max_draft_tokens:
+            update.n_draft_accepted = h.accepted_draft_tokens
+            update.n_draft = h.accepted_draft_tokens + h.rejected_draft_tokens
 
     def remaining(self) -> int:
         return len(self._jobs)
@@ -1013,6 +1013,7 @@ class Engine:
         self.waiting: deque[Job] = deque()
         self.fatal = ""  # why the engine is dead; empty while it is not
         self.n_steps = self.n_recoveries = 0
+        self.step_started = 0.0  # time.perf_counter() of the step under way; 0 between steps
         self._loop = loop
         self._on_fatal = on_fatal
         self._recovery_attempts = recovery_attempts
@@ -1072,7 +1073,7 @@ class Engine:
 
     def _pass(self) -> bool:
         """One turn of the thread; False when there is nothing to do until somebody asks."""
-        self._updates = []
+        self._updates, self.step_started = [], 0.0
         busy = False
         try:
             # 1) what the event loop asked for; 2) free slots; 3) one step, or housekeeping
@@ -1087,16 +1088,14 @@ class Engine:
         # 4) hand over, at most MAX_UNDELIVERED ahead of the event loop
         if self._updates:
             self._room.acquire()
-            self._post(self._on_batch, self._updates)
+            if not self._closing:
+                self._loop.call_soon_threadsafe(self._on_batch, self._updates)
         return busy or bool(self._updates)
-
-    def _post(self, function: Callable[..., None], *args: Any) -> None:
-        if not self._closing:
-            self._loop.call_soon_threadsafe(function, *args)
 
     def _step(self) -> bool:
         if not self.backend.remaining():
             return self.backend.idle()
+        self.step_started = time.perf_counter()
         updates = self.backend.iterate()
         self.n_steps += 1
         for update in updates:
@@ -1177,7 +1176,7 @@ class Engine:
         log.critical("fatal: %s", reason)
         while self.waiting:
             self._end(self.waiting.popleft(), EndKind.FAILED, reason)
-        self._post(self._on_fatal, reason)
+        self._loop.call_soon_threadsafe(self._on_fatal, reason)
 
 
 def load(args: Namespace, n_slots: int, argv: list[str], on_progress: Progress) -> Backend:

@@ -58,7 +58,6 @@ INLINE_BODY_BYTES = 16 * 1024  # smaller requests are prepared on the loop: chea
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # what a client may hold text back with
 MAX_CHOICES = 64  # n * prompts of one request
 MAX_GLUED_SPACE = 256  # white space next to a tag goes with the tag, up to so much
-EXIT_FATAL = 70  # the engine died (sysexits.h EX_SOFTWARE)
 LOG_ZERO = -1e9  # the logarithm of a probability that rounds to 0: JSON has no -Infinity
 LONG_TOKEN_CHARS = 16  # few texts have that many characters a token, none in its whole length
 N_WORKERS = 4  # threads that render, tokenize and compile
@@ -1447,6 +1446,9 @@ def is_loopback(host: str) -> bool:
 
 
 def get_health(app: App, body: dict[str, Any]) -> Any:
+    stuck_s = app.engine.step_started and time.perf_counter() - app.engine.step_started
+    if 0 < app.args.step_timeout < stuck_s:
+        raise ApiError(503, f"the engine has been in one step for {stuck_s:.0f} s")
     return {"status": "ok"}
 
 
@@ -1583,6 +1585,7 @@ OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--dyn-draft", "", FLAG | {"dest": "dynamic_draft"}, "adapt the draft length"),
     ("--sse-ping-interval", "", FLOAT | {"default": 30.0}, "seconds of silence in a stream"),
     ("--drain-seconds", "", FLOAT | {"default": 5.0}, "time for running requests on a signal"),
+    ("--step-timeout", "", FLOAT | {"default": 0.0}, "seconds a step may take for /health; 0: off"),
     ("--fake", "", FLAG, "no model: a scripted engine for trying clients"),
     ("--fake-delay", "", FLOAT | {"default": 0.0}, "seconds a step of the fake engine takes"),
     ("--fake-script", "", STR, "JSON list of pieces that the fake engine says"),
@@ -1658,7 +1661,7 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     server.close()
     if app.ready:
         app.engine.close()
-        return EXIT_FATAL if app.engine.fatal else 0
+        return 70 if app.engine.fatal else 0  # sysexits.h EX_SOFTWARE
     return 1 if failure else 0
 
 

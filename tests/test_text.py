@@ -282,6 +282,10 @@ class TestThoughtSplitter:
         ]
         assert splitter.feed("<>", (3,)) == [("content", "<>", (3,))]
 
+    def test_text_that_only_looks_like_a_tag_with_an_id_is_not_held(self):
+        splitter = ThoughtSplitter(TAGS, {OPEN: "<>"}, False)
+        assert splitter.feed("<", (1,)) == [("content", "<", (1,))]
+
     def test_an_answer_of_white_space_alone_is_not_held_for_ever(self):
         splitter = ThoughtSplitter(TAGS, {}, False)
         parts = [part for i in range(1000) for part in splitter.feed(" ", (i,))]
