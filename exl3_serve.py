@@ -58,15 +58,13 @@ INLINE_BODY_BYTES = 16 * 1024  # smaller requests are prepared on the loop: chea
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # what a client may hold text back with
 MAX_CHOICES = 64  # n * prompts of one request
 MAX_GLUED_SPACE = 256  # white space next to a tag goes with the tag, up to so much
-LOG_ZERO = -1e9  # the logarithm of a probability that rounds to 0: JSON has no -Infinity
 LONG_TOKEN_CHARS = 16  # few texts have that many characters a token, none in its whole length
 N_WORKERS = 4  # threads that render, tokenize and compile
 
 # ==== Errors ======================================================================================
 
 ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
-ERROR_TYPES |= {403: "permission_error", 413: "request_too_large", 429: "rate_limit_error"}
-ERROR_TYPES |= {501: "not_supported_error", 503: "unavailable_error"}
+ERROR_TYPES |= {403: "permission_error", 413: "request_too_large", 503: "unavailable_error"}
 
 
 class ApiError(Exception):
@@ -75,7 +73,7 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, type: str = "", **extra: Any) -> None:
         super().__init__(message)
         self.status, self.message, self.extra = status, message, extra
-        self.headers = [("Retry-After", "1")] if status in (429, 503) else []
+        self.headers = [("Retry-After", "1")] if status == 503 else []
         self.type = type or ERROR_TYPES.get(status, "server_error")
 
     def body(self) -> dict[str, Any]:
@@ -828,7 +826,7 @@ def prob_entry(model: Model, token_id: int, p: float, top: Any = None) -> dict[s
     """One token's log-probability: the same object in OpenAI's and llama-server's forms."""
     data = model.backend.token_bytes(token_id)
     entry = {"id": token_id, "token": data.decode("utf-8", "replace"), "bytes": list(data)}
-    entry["logprob"] = math.log(p) if p > 0 else LOG_ZERO
+    entry["logprob"] = math.log(p) if p > 0 else -1e9  # JSON has no -Infinity
     if top is not None:
         entry["top_logprobs"] = [prob_entry(model, i, q) for i, q in top]
     return entry
@@ -1155,7 +1153,7 @@ class Answer:
         if self.stream:
             self.exchange.start(200, SSE_HEADERS)
             if self.shows_progress:
-                self.exchange.write(self.progress(self.choices[0], 0))
+                self.exchange.write(self.progress(self.choices[0], self.choices[0].last))
 
     def cancel(self) -> None:
         """The client is gone, or one choice failed: the rest is not wanted."""
@@ -1172,41 +1170,42 @@ class Answer:
         if choice.finish or self.closed:
             return
         try:
-            self.take(choice, update)
+            frames, before, choice.last = b"", choice.last, update
+            if self.shows_progress and not before.n_decoded:
+                frames = self.progress(choice, update)
+            for piece in update.pieces:
+                if choice.plain:
+                    choice.n_decoded = piece.n_decoded
+                    deltas = choice.pipeline.feed(piece.text, piece.ids)
+                    frames += self.dialect.plain(choice, deltas)
+                else:
+                    frames += self.feed(choice, piece)
+                if choice.pipeline.stopped:
+                    choice.stop_type = "word"
+                    self.engine.cancel(choice.job)
+                    frames += self.finish(choice)
+                    break
+            if update.end is not None and not choice.finish:
+                frames += self.take_end(choice, update)
+            if not self.n_open:
+                self.send_last(frames)
+            elif frames:
+                self.exchange.write(frames)
         except Exception:  # ours, not the client's: end this answer, keep the delivery going
             log.exception("an answer failed")
             self.fail(ApiError(500, "internal error"))
 
-    def take(self, choice: Choice, update: eng.Update) -> None:
-        frames, before, choice.last = b"", choice.last, update
-        if self.shows_progress:
-            first = update.n_decoded and not before.n_decoded
-            if first or update.progress:
-                frames = self.progress(choice, choice.n_prompt if first else update.progress or 0)
-        for piece in update.pieces:
-            frames += self.feed(choice, piece)
-            if choice.pipeline.stopped:
-                choice.stop_type = "word"
-                self.engine.cancel(choice.job)
-                frames += self.finish(choice)
-                break
-        if update.end is not None and not choice.finish:
-            if update.end is eng.EndKind.FAILED:
-                self.fail(ApiError(503 if update.retry else 500, update.error))
-                return
-            choice.stop_type = "limit" if update.end is eng.EndKind.LIMIT else "eos"
-            choice.n_decoded = max(choice.n_decoded, update.n_decoded)
-            frames += self.finish(choice)
-        if not self.n_open:
-            self.send_last(frames)
-        elif frames:
-            self.exchange.write(frames)
+    def take_end(self, choice: Choice, update: eng.Update) -> bytes:
+        if update.end is eng.EndKind.FAILED:
+            self.fail(ApiError(503 if update.retry else 500, update.error))
+            return b""
+        choice.stop_type = "limit" if update.end is eng.EndKind.LIMIT else "eos"
+        choice.n_decoded = max(choice.n_decoded, update.n_decoded)
+        return self.finish(choice)
 
     def feed(self, choice: Choice, piece: eng.Piece) -> bytes:
         deltas = choice.pipeline.feed(piece.text, piece.ids)
         choice.n_decoded = piece.n_decoded
-        if choice.plain and not self.keeps:
-            return self.dialect.plain(choice, deltas)
         if piece.probs is not None:
             choice.take_probs(self.model, piece)
         if self.keeps:
@@ -1248,9 +1247,13 @@ class Answer:
         else:
             self.exchange.respond(self.app.error_response(error, self.exchange.request))
 
-    def progress(self, choice: Choice, processed: int) -> bytes:
+    def progress(self, choice: Choice, update: eng.Update) -> bytes:
+        """Nothing when the step says nothing of the prompt; at the first token all is processed."""
+        if update.started and not (update.progress or update.n_decoded):
+            return b""
+        processed = choice.n_prompt if update.n_decoded else update.progress or 0
         waited = choice.job.started and time.perf_counter() - choice.job.started
-        progress = {"total": choice.n_prompt, "cache": min(processed, choice.last.n_cached)}
+        progress = {"total": choice.n_prompt, "cache": min(processed, update.n_cached)}
         progress |= {"processed": processed, "time_ms": int(waited * 1e3)}
         return self.dialect.progress(choice, progress)
 
@@ -1290,7 +1293,10 @@ class App:
         try:
             self.check_host(request)
             if request.method == "OPTIONS":
-                return Response(200, b"", self.preflight_headers(request))
+                names = request.headers.get("access-control-request-headers", "*")
+                allow = {"Methods": "GET, POST, DELETE, OPTIONS", "Headers": names}
+                headers = [(f"Access-Control-Allow-{k}", v) for k, v in allow.items()]
+                return Response(200, b"", headers)
             methods = ROUTES.get(path)
             method = "GET" if request.method == "HEAD" else request.method
             if path not in OPEN_ROUTES:
@@ -1343,11 +1349,6 @@ class App:
         ]
         if not any(right):
             raise ApiError(401, "Invalid API Key")
-
-    def preflight_headers(self, request: Request) -> list[tuple[str, str]]:
-        names = request.headers.get("access-control-request-headers", "*")
-        allow = {"Methods": "GET, POST, DELETE, OPTIONS", "Headers": names}
-        return [(f"Access-Control-Allow-{what}", value) for what, value in allow.items()]
 
     def common_headers(self, request: Request | None) -> list[tuple[str, str]]:
         headers = [("Server", self.server_header)]
