@@ -78,7 +78,7 @@ NEUTRAL_SAMPLING |= {"xtc_probability": 0.0, "xtc_threshold": 0.1}
 NEUTRAL_SAMPLING |= {"repeat_penalty": 1.0, "repeat_last_n": 64}
 NEUTRAL_SAMPLING |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 NEUTRAL_SAMPLING |= {"dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2}
-NEUTRAL_SAMPLING |= {"dry_penalty_last_n": -1, "dry_sequence_breakers": ["\n", ":", '"', "*"]}
+NEUTRAL_SAMPLING |= {"dry_penalty_last_n": 64, "dry_sequence_breakers": ["\n", ":", '"', "*"]}
 NEUTRAL_SAMPLING |= {"adaptive_target": -1.0, "adaptive_decay": 0.9}
 NEUTRAL_SAMPLING["samplers"] = "penalties dry top_k top_p min_p xtc temperature".split()
 
@@ -246,9 +246,6 @@ class Backend(Protocol):
 # ==== The fake engine =============================================================================
 
 
-FAKE_KEYS = {"hex", "end", "error"}
-
-
 @dataclass(slots=True)
 class _FakeRun:
     """A running job of the fake: what is still to be said and what was taken of the prompt."""
@@ -278,14 +275,9 @@ class FakeBackend:
         """`args`: `fake_delay` seconds a step, `fake_script` a path or None, `cache_size`."""
         self.delay_s = args.fake_delay
         self.script = json.loads(Path(args.fake_script).read_text()) if args.fake_script else None
-        for item in self.script or []:
-            if not isinstance(item, str) and not (
-                isinstance(item, dict) and FAKE_KEYS & item.keys()
-            ):
-                raise LoadError(f"--fake-script: {item!r} is no piece, see the README")
         self.runs: dict[int, _FakeRun] = {}
         self.said: dict[bytes, int] = {}  # the ids of pieces
-        engine = {"name": "fake", "version": "0", "server_pid": os.getpid()}
+        engine = {"name": "fake", "server_pid": os.getpid()}
         eos = frozenset([self.EOS])
         self.info = ModelInfo(model_dir, args.cache_size, self.N_VOCAB, engine, eos, self.EOS)
 
@@ -344,7 +336,7 @@ class FakeBackend:
             case {"end": _}:
                 update.end, ids = EndKind.STOP, [self.EOS]
             case _:
-                data = bytes.fromhex(item["hex"]) if isinstance(item, dict) else item.encode()
+                data = bytes.fromhex(item["hex"]) if isinstance(item, dict) else str(item).encode()
                 ids = [self._id_of(data)]
         run.n_decoded += len(ids)
         if update.end is None and run.n_decoded >= params.max_tokens:
@@ -501,6 +493,8 @@ class Exl3Backend:
         """Loads the model; minutes. LoadError, or whatever exllamav3 raises, when it cannot."""
         from exllamav3 import model_init
 
+        if args.mtp and args.num_draft_tokens is None:
+            args.num_draft_tokens = 1
         args.autosplit_max_batch_size = max(args.autosplit_max_batch_size, n_slots)
         loaded = model_init.init(args, callback=on_progress)
         self.model, self.config, self.cache, self.tokenizer = loaded[:4]
@@ -753,14 +747,10 @@ def job_filter_class() -> Any:
     return JobFilter
 
 
-def _byte_chars() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes (byte-level BPE vocabularies), char -> byte."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-BYTE_OF_CHAR = _byte_chars()
+# GPT-2's printable stand-ins for bytes, which byte-level BPE vocabularies are written in
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+BYTE_OF_CHAR = {chr(b): b for b in PRINTABLE} | {chr(256 + i): b for i, b in enumerate(OTHERS)}
 
 
 # ==== The `engine` block of /props ================================================================
@@ -965,13 +955,12 @@ def placement(model: Any, cache: Any, draft: Any = None, draft_cache: Any = None
 
 def behaviour_args(argv: Sequence[str]) -> list[str]:
     """The arguments that change what the server does: all but ADDRESS options and their values."""
-    kept, rest = [], iter(argv)
-    for arg in rest:
-        address = ADDRESS.fullmatch(arg)
-        if not address:
+    kept, is_value = [], False
+    for arg in argv:
+        address = None if is_value else ADDRESS.fullmatch(arg)
+        if not is_value and address is None:
             kept.append(arg)
-        elif not address[1]:
-            next(rest, None)
+        is_value = address is not None and not address[1]
     return kept
 
 
@@ -1190,6 +1179,4 @@ def load(args: Namespace, n_slots: int, argv: list[str], on_progress: Progress) 
         return FakeBackend(args, model_dir)
     # GPU numbers as nvidia-smi shows them; only counts when set before torch
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    if args.mtp and args.num_draft_tokens is None:
-        args.num_draft_tokens = 1
     return Exl3Backend(args, n_slots, argv, on_progress)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
@@ -59,6 +60,7 @@ MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # what a client may hold text back with
 MAX_CHOICES = 64  # n * prompts of one request
 MAX_GLUED_SPACE = 256  # white space next to a tag goes with the tag, up to so much
 LONG_TOKEN_CHARS = 16  # few texts have that many characters a token, none in its whole length
+SPARE_FILES = 64  # descriptors for the model's files and the like
 N_WORKERS = 4  # threads that render, tokenize and compile
 
 # ==== Errors ======================================================================================
@@ -132,9 +134,12 @@ class Field(NamedTuple):
 FIELDS = {
     name: rule
     for rule, names in (
-        (Field(bool), "stream timings_per_token return_progress return_tokens ignore_eos"),
+        (
+            Field(bool),
+            "stream timings_per_token return_progress return_tokens ignore_eos cache_prompt",
+        ),
         (Field(dict), "stream_options chat_template_kwargs response_format json_schema"),
-        (Field(list, item=str), "samplers banned_strings dry_sequence_breakers"),
+        (Field(list, 0, MAX_STOPS, str), "samplers banned_strings dry_sequence_breakers"),
         (Field(list, item=dict), "tools"),
         (Field(list, 1), "messages"),
         (Field(str), "reasoning_effort reasoning_format grammar"),
@@ -142,10 +147,11 @@ FIELDS = {
         (Field(int, -1), "n_predict max_tokens max_completion_tokens"),
         (Field(int, 0, 100), "n_probs top_logprobs"),
         (Field(int, -(2**63), 2**64), "seed"),
-        (Field(int, -(2**31), 2**31), "top_k"),
-        (Field(int, -1, 2**31), "repeat_last_n dry_penalty_last_n"),
-        (Field(int, 0, 2**31), "dry_allowed_length"),
-        (Field(float, 0), "temperature dry_multiplier dry_base"),
+        (Field(int, -1, 2**31 - 1), "top_k"),
+        (Field(int, -1, 10**9), "repeat_last_n dry_penalty_last_n"),
+        (Field(int, 0, 10**9), "dry_allowed_length min_keep"),
+        (Field(float, 0), "temperature dry_multiplier"),
+        (Field(float, 1), "dry_base"),
         (Field(float, 0.01), "repeat_penalty"),
         (Field(float, 0, 1), "top_p min_p xtc_probability xtc_threshold adaptive_decay"),
         (Field(float, -1, 1), "adaptive_target"),
@@ -328,9 +334,7 @@ class Model:
         ids = {tag: backend.single_id(tag) for tag in (*self.think.openings, self.think.close)}
         self.think_ids = {i: tag for tag, i in ids.items() if i is not None}
         self.visible_ids = frozenset(i for tag in ids for i in self.tokenize(tag))
-        self.defaults = sampling_defaults(
-            eng.read_config(model_dir / "generation_config.json"), args
-        )
+        self.defaults = sampling_defaults(model_dir, args)
         wants_bos = backend.info.add_bos or config.get("add_bos_token") is True
         self.bos = [backend.info.bos_id] if wants_bos and backend.info.bos_id is not None else []
 
@@ -458,6 +462,7 @@ class ThoughtSplitter:
     def __init__(self, tags: ThinkTags, ids: dict[int, str], in_thought: bool) -> None:
         self.openings = tags.openings
         self.open_ids = {i: t for i, t in ids.items() if t in tags.openings}
+        self.by_id = set(self.open_ids.values())  # recognised by their ids alone
         self.close = Scanner([tags.close], {i: t for i, t in ids.items() if t == tags.close}, True)
         self.in_thought = in_thought
         self.after_tag = in_thought  # white space that comes now goes with the tag
@@ -484,15 +489,11 @@ class ThoughtSplitter:
         whole = "".join(t for t, _ in self.held)
         start = whole.lstrip()
         for opening in self.openings:
-            by_id = opening in self.open_ids.values()
-            if start.startswith(opening) and (
-                not by_id or not self.open_ids.keys().isdisjoint(ids)
-            ):
+            here = opening not in self.by_id or not self.open_ids.keys().isdisjoint(ids)
+            if start.startswith(opening) and here:
                 self.held, self.in_thought, self.after_tag = [], True, True
                 return start[len(opening) :]
-        may_open = any(
-            o.startswith(start) and o not in self.open_ids.values() for o in self.openings
-        )
+        may_open = any(o.startswith(start) for o in self.openings if o not in self.by_id)
         if (start and not may_open) or len(whole) > MAX_GLUED_SPACE:
             self._begin_answer(parts)
         return ""
@@ -576,8 +577,9 @@ LLAMA_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 SAMPLING_FIELDS = [name for name in eng.NEUTRAL_SAMPLING if name in FIELDS]
 
 
-def sampling_defaults(model_config: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+def sampling_defaults(model_dir: Path, args: argparse.Namespace) -> dict[str, Any]:
     """What a request that says nothing gets: flag > generation_config.json > llama-server's."""
+    model_config = eng.read_config(model_dir / "generation_config.json")
     named = model_config | {"repeat_penalty": model_config.get("repetition_penalty")}
     defaults = eng.NEUTRAL_SAMPLING | LLAMA_SAMPLING
     for layer in (named, vars(args)):
@@ -620,14 +622,17 @@ def generation_params(model: Model, fields: dict[str, Any]) -> dict[str, Any]:
     limits = [fields[name] for name in LIMIT_FIELDS if name in fields]
     cap = model.args.max_tokens_cap or model.info.n_ctx
     seed = fields.get("seed", -1)
+    sampling = model.defaults | {k: v for k, v in fields.items() if k in model.defaults}
+    known = eng.NEUTRAL_SAMPLING["samplers"]  # others are left out, as llama-server does
+    sampling["samplers"] = [name for name in sampling["samplers"] if name in known]
     return {
         "max_tokens": min(limits[0], cap) if limits and limits[0] >= 0 else cap,
-        "sampling": model.defaults | {k: v for k, v in fields.items() if k in model.defaults},
+        "sampling": sampling,
         "logit_bias": parse_logit_bias(fields.get("logit_bias"), model),
         "seed": None if seed in (-1, 0xFFFFFFFF) else seed,
         "ignore_eos": fields.get("ignore_eos", False),
         "n_probs": n_probs if n_probs or logprobs is True else -1,
-        "banned_strings": [text for text in fields.get("banned_strings", []) if text],
+        "banned_strings": list(parse_stops(fields.get("banned_strings"), "banned_strings")),
     }
 
 
@@ -653,7 +658,7 @@ def parse_constraint(fields: dict[str, Any]) -> tuple[str, str] | None:
     if kind == "json_object":
         found = [form.get("schema", {"type": "object"})]
     elif kind == "json_schema":
-        found = [(form.get("json_schema") or form).get("schema")]
+        found = [check(form.get("json_schema") or form, name, Field(dict)).get("schema")]
     if "json_schema" in fields:
         found.append(fields["json_schema"])
     sources = [("json_schema", dumps(check(f, name, Field(dict))).decode()) for f in found]
@@ -724,13 +729,12 @@ def check_messages(messages: list[Any], template_text: str) -> list[dict[str, An
     A `developer` message becomes a system message where the template does not know the role, and
     is joined with the system message that is there.
     """
-    out: list[dict[str, Any]] = []
-    merging = False
+    out, merging = list[dict[str, Any]](), False
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
         message = check(message, path, Field(dict))
         role = one_of(message.get("role"), f"{path}.role", ROLES)
-        if "content" not in message and role != "assistant":
+        if "content" not in message and not (set(THOUGHT_NAMES) | {"tool_calls"}) & message.keys():
             raise bad(f"'{path}.content' is missing")
         kept = {k: v for k, v in message.items() if v is not None and v != []}
         kept["content"] = check_text(message.get("content"), f"{path}.content")
@@ -751,12 +755,13 @@ def template_kwargs(model: Model, fields: dict[str, Any]) -> dict[str, Any]:
     """The template's own variables: flags < reasoning_effort < chat_template_kwargs."""
     kwargs: dict[str, Any] = dict(model.args.chat_template_kwargs or {})
     effort = fields.get("reasoning_effort", model.args.reasoning_effort)
-    if effort is not None:
-        one_of(effort, "reasoning_effort", EFFORTS)
+    if effort is not None and one_of(effort, "reasoning_effort", EFFORTS):
         kwargs["enable_thinking"] = kwargs["thinking"] = effort != "none"
         if effort != "none":
             kwargs["reasoning_effort"] = effort
-    return kwargs | fields.get("chat_template_kwargs", {})
+    kwargs |= fields.get("chat_template_kwargs", {})
+    check(kwargs.get("enable_thinking", True), "enable_thinking", Field(bool))  # "no" would be true
+    return kwargs
 
 
 def render_chat(model: Model, fields: dict[str, Any]) -> tuple[str, bool]:
@@ -788,7 +793,8 @@ def render_chat(model: Model, fields: dict[str, Any]) -> tuple[str, bool]:
         prompt += "\n" + thought.lstrip("\n")
         if not closed:
             return prompt, True
-        prompt, text = prompt.rstrip("\n") + f"\n{close}\n\n", text.lstrip("\n")
+        gap = "\n" if thought else "\n\n"  # as templates write an empty thought
+        prompt, text = prompt.rstrip("\n") + f"{gap}{close}\n\n", text.lstrip("\n")
     return prompt + text, False
 
 
@@ -799,6 +805,7 @@ def prepare_chat(dialect: type, model: Model, body: dict[str, Any]) -> Task:
     task = make_task(model, dialect, fields, [(prompt, model.tokenize_prompt(prompt))])
     form = fields.get("reasoning_format", model.args.reasoning_format)
     one_of(form, "reasoning_format", REASONING_FORMATS)
+    one_of(fields.get("tool_choice", "auto"), "tool_choice", ("auto", "none"))  # no call is forced
     task.in_thought = None if form == "none" else in_thought
     task.params["visible_ids"] = model.visible_ids
     if task.grammar is not None and in_thought:
@@ -894,7 +901,7 @@ class Choice:
             text += f'"prompt_per_token_ms":{ms / max(n, 1):.6f},'
             text += f'"prompt_per_second":{n / ms * 1e3 if ms > 0 else 0.0:.6f},'
             self.prompt_timings = ((last.n_cached, last.prompt_s), text)
-        ms = last.predicted_s * 1e3
+        ms = last.predicted_s * 1e3 if n_decoded else 0.0
         text = f'"predicted_n":{n_decoded},"predicted_ms":{ms:.3f},"predicted_per_token_ms":'
         text += f"{ms / max(n_decoded, 1):.6f},"
         text += f'"predicted_per_second":{n_decoded / ms * 1e3 if ms > 0 else 0.0:.6f}'
@@ -969,7 +976,7 @@ class OpenAIDialect(Dialect):
     def progress(self, choice: Choice, progress: dict[str, Any]) -> bytes:
         more = self.timings(choice, 0) if self.per_token else b""
         more += b',"prompt_progress":' + dumps(progress)
-        return self.chunk(choice, self.opening or self.no_delta, more)
+        return self.chunk(choice, self.opening or self.no_delta + self.no_probs, more)
 
     def piece(self, choice: Choice, deltas: list[Delta], piece: eng.Piece) -> bytes:
         """One chunk per delta, the log-probabilities on the first."""
@@ -995,7 +1002,7 @@ class OpenAIDialect(Dialect):
     def end(self, choice: Choice) -> bytes:
         out = b"" if choice.opened or not self.opening else self.chunk(choice, self.opening)
         timings = self.timings(choice, choice.n_decoded)
-        if self.usage_at_end and not self.usage_chunk:
+        if self.usage_at_end and not self.usage_chunk and all(c.finish for c in self.choices):
             timings += b',"usage":' + dumps(self.usage())
         finish = b'"%b"' % choice.finish.encode()
         return out + self.chunk(choice, self.no_delta + self.no_probs, timings, finish)
@@ -1028,10 +1035,8 @@ class ChatDialect(OpenAIDialect):
     object, stream_object = "chat.completion", "chat.completion.chunk"
     opening = b'"delta":{"role":"assistant","content":""}'
     no_delta = b'"delta":{}'
-    KEYS: ClassVar = {
-        "content": b'"delta":{"content":',
-        "reasoning": b'"delta":{"reasoning_content":',
-    }
+    KEYS: ClassVar = {"content": b'"delta":{"content":'}
+    KEYS["reasoning"] = b'"delta":{"reasoning_content":'
 
     def member(self, delta: Delta) -> bytes:
         return self.KEYS[delta[0]] + json_string(delta[1]).encode() + b"}"
@@ -1098,13 +1103,15 @@ class LlamaDialect(Dialect):
 
     def result(self, choice: Choice, text: str, tokens: list[int]) -> dict[str, Any]:
         n_new, n_prompt = choice.n_decoded, choice.n_prompt
-        shown = choice.prompt if isinstance(choice.prompt, str) else choice.job.params.prompt_ids
+        ids, text_given = choice.job.params.prompt_ids, isinstance(choice.prompt, str)
+        shown = choice.prompt if text_given else self.model.backend.decode(ids)
         whole = {"index": choice.index, "content": text, "tokens": tokens}
         whole |= {"id_slot": choice.job.id_slot, "stop": True, "model": self.model.alias}
         whole |= {"tokens_predicted": n_new, "tokens_evaluated": n_prompt}
         whole |= {"generation_settings": generation_settings(self.task.fields, self.task.params)}
         whole |= {"prompt": shown, "has_new_line": "\n" in choice.text_of("content")}
-        whole |= {"truncated": False, "stop_type": choice.stop_type}
+        full = choice.stop_type == "limit" and n_prompt + n_new >= self.model.info.n_ctx - 1
+        whole |= {"truncated": full, "stop_type": choice.stop_type}
         whole |= {"stopping_word": choice.pipeline.stopped}
         whole |= {"tokens_cached": max(0, n_prompt + n_new - 1), "timings": choice.timings()}
         if choice.probs and not self.task.flag("stream"):
@@ -1115,13 +1122,14 @@ class LlamaDialect(Dialect):
 def generation_settings(fields: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
     """llama-server's `generation_settings` and `params`: the effective values."""
     seed = 0xFFFFFFFF if params["seed"] is None else params["seed"]
-    limit = fields.get("n_predict", fields.get("max_tokens", -1))
+    limit = next((fields[name] for name in LIMIT_FIELDS if name in fields), -1)
     settings = {"seed": seed} | params["sampling"] | ABSENT_SAMPLERS
     settings |= {"mirostat_tau": 5.0, "mirostat_eta": 0.1, "dynatemp_exponent": 1.0}
     settings |= {"max_tokens": limit, "n_predict": limit, "n_keep": 0, "n_discard": 0}
     settings |= {k: fields.get(k, False) for k in ("ignore_eos", "stream", "timings_per_token")}
     settings |= {"n_probs": max(0, params["n_probs"]), "min_keep": 0, "lora": []}
-    settings |= {"stop": fields.get("stop", []), "grammar": fields.get("grammar", "")}
+    stops, grammar = parse_stops(fields.get("stop"), "stop"), fields.get("grammar", "")
+    settings |= {"stop": list(stops), "grammar": grammar}
     biases = params["logit_bias"].items()
     return settings | {"logit_bias": [{"token": i, "bias": max(b, -MAX_NUMBER)} for i, b in biases]}
 
@@ -1322,10 +1330,10 @@ class App:
     def check_host(self, request: Request) -> None:
         """Without a key a web page must not drive the model: neither by rebinding a name to the
         loopback address (Host) nor by a plain cross-site POST (Origin)."""
-        if self.keys or not self.local:
+        if self.keys:
             return
         host = request.headers.get("host", "localhost")
-        if not is_loopback(host) and bare_host(host) not in self.args.allowed_hosts:
+        if self.local and not is_loopback(host) and bare_host(host) not in self.args.allowed_hosts:
             raise ApiError(403, f"Host {host!r} needs a key; see --allowed-hosts")
         origin = request.headers.get("origin")
         if origin is not None and not self.origin_allowed(origin):
@@ -1342,12 +1350,9 @@ class App:
         if not self.keys:
             return
         scheme, _, token = request.headers.get("authorization", "").strip().partition(" ")
-        given = [token.strip()] if scheme.lower() == "bearer" else []
-        given.append(request.headers.get("x-api-key", "").strip())
-        right = [
-            hmac.compare_digest(g.encode("latin-1"), key) for g in given if g for key in self.keys
-        ]
-        if not any(right):
+        texts = (token if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
+        given = [text.strip().encode("latin-1") for text in texts if text.strip()]
+        if not any(hmac.compare_digest(g, key) for g in given for key in self.keys):
             raise ApiError(401, "Invalid API Key")
 
     def common_headers(self, request: Request | None) -> list[tuple[str, str]]:
@@ -1455,10 +1460,8 @@ def get_health(app: App, body: dict[str, Any]) -> Any:
 
 def get_props(app: App, body: dict[str, Any]) -> Any:
     model = app.model
-    settings = {
-        "params": generation_settings({}, generation_params(model, {})),
-        "n_ctx": model.info.n_ctx,
-    }
+    params = generation_settings({}, generation_params(model, {}))
+    settings = {"params": params, "n_ctx": model.info.n_ctx}
     props = {"default_generation_settings": settings, "total_slots": app.args.parallel}
     props |= {"model_alias": model.alias, "model_path": model.info.model_dir}
     props |= {"modalities": {"vision": False, "video": False, "audio": False}}
@@ -1487,8 +1490,8 @@ def get_slots(app: App, body: dict[str, Any]) -> Any:
 def get_models(app: App, body: dict[str, Any]) -> Any:
     model = app.model
     facts = model.info.engine.get("model", {})
-    names = {"n_ctx_train": "ctx_train", "n_params": "params", "size": "bytes"}
     meta = {"n_vocab": model.info.n_vocab, "n_ctx": model.info.n_ctx}
+    names = {"n_ctx_train": "ctx_train", "n_params": "params", "size": "bytes"}
     meta |= {name: facts[fact] for name, fact in names.items() if fact in facts}
     row = {"id": model.alias, "object": "model", "created": model.created, "meta": meta}
     return {"object": "list", "data": [row | {"owned_by": "exl3-serve"}]}
@@ -1506,10 +1509,8 @@ def post_tokenize(app: App, body: dict[str, Any]) -> Any:
 
 def piece_of(data: bytes) -> str | list[int]:
     """A token's text, or its bytes where they are no whole text."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return list(data)
+    text = data.decode(errors="replace")
+    return text if text.encode() == data else list(data)
 
 
 def post_detokenize(app: App, body: dict[str, Any]) -> Any:
@@ -1551,14 +1552,10 @@ OPEN_ROUTES = ("/health", "/v1/health", "/models", "/v1/models", "/")
 # ==== Options and main ============================================================================
 
 
-def words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
 FLAG: dict[str, Any] = {"action": "store_true"}
 NO_SPLIT = {"action": "store_const", "const": "none", "dest": "reasoning_format"}
 STR, INT, FLOAT = {"type": str}, {"type": int}, {"type": float}
-WORDS: dict[str, Any] = {"type": words, "default": []}
+WORDS: dict[str, Any] = {"type": lambda text: re.findall(r"[^,\s]+", text), "default": []}
 # flags, environment variable, what argparse is told, help; llama-server's names where it has one
 OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--host", "LLAMA_ARG_HOST", {"default": "127.0.0.1"}, "address, name or path ending in .sock"),
@@ -1572,7 +1569,12 @@ OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--max-tokens-cap", "", INT | {"default": 4096}, "most tokens of an answer; 0: the context"),
     ("--chat-template-file", "LLAMA_ARG_CHAT_TEMPLATE_FILE", STR, "instead of the model's own"),
     ("--chat-template-kwargs", "LLAMA_CHAT_TEMPLATE_KWARGS", {"type": json.loads}, "JSON object"),
-    ("--reasoning-format", "LLAMA_ARG_THINK", {"default": "auto"}, "none: thoughts are content"),
+    (
+        "--reasoning-format",
+        "LLAMA_ARG_THINK",
+        {"default": "auto", "choices": REASONING_FORMATS},
+        "none: in the content",
+    ),
     ("--no-think-split", "", NO_SPLIT, "the same as --reasoning-format none"),
     ("--reasoning-effort", "", {"choices": EFFORTS}, "for templates that know efforts"),
     ("--temp --temperature", "", FLOAT, "default sampling, as are the next"),
@@ -1600,19 +1602,20 @@ def make_parser() -> argparse.ArgumentParser:
     own = parser.add_argument_group("server (llama-server's names; exllamav3's flags win)")
     for flags, env, told, text in OPTIONS:
         text += f" [{env}]" if env else ""
+        # argparse converts a default that is text, and complains of it, like any other value
+        told = told | ({"default": os.environ[env]} if env in os.environ else {})
         own.add_argument(*flags.split(), help=text, **told)
-        if env in os.environ:
-            value = os.environ[env]
-            dest = flags.split()[-1].lstrip("-").replace("-", "_")
-            parser.set_defaults(**{dest: told.get("type", str)(value)})
     own.add_argument("--version", action="version", version=f"exl3-serve {VERSION}")
     return parser
 
 
 def read_keys(args: argparse.Namespace) -> list[bytes]:
     path = args.api_key_file
-    lines = Path(path).read_text(encoding="utf-8").split() if path else []
-    return [key.encode() for key in [*args.api_key, *lines]]
+    lines = Path(path).read_text(encoding="utf-8").splitlines() if path else []
+    keys = [key.strip().encode() for key in [*args.api_key, *lines] if key.strip()]
+    if path and not keys:
+        raise OSError(f"{path} has no key in it")
+    return keys
 
 
 def load_model(app: App, args: argparse.Namespace, argv: list[str]) -> None:
@@ -1634,21 +1637,25 @@ def load_model(app: App, args: argparse.Namespace, argv: list[str]) -> None:
 
 async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     """Binds, answers 503 while the model loads, serves until a signal or a failed load."""
+    if not args.fake and not Path(args.model_dir, "config.json").is_file():
+        raise OSError(f"cannot load the model: there is no config.json in {args.model_dir}")
     sockets = bind(args.host, args.port)
     urls = [url_of(sock) for sock in sockets]
     local = all(is_loopback(url.removeprefix("http://")) or url[:5] == "unix:" for url in urls)
     app = App(args, read_keys(args), local)
     server = Server(app, Limits())
+    with contextlib.suppress(ImportError, ValueError):  # Windows; the hard limit is lower
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (Limits.connections + SPARE_FILES, hard))
     await server.serve(sockets)
     for url in urls:
         log.info("listening on %s", url)
     if not app.keys and not app.local:
         log.warning("no --api-key: anyone who reaches this address can use the model")
-    for name in ("SIGINT", "SIGTERM"):
-        try:
-            app.loop.add_signal_handler(getattr(signal, name), app.stop)
-        except NotImplementedError:  # Windows
-            signal.signal(getattr(signal, name), lambda *_: app.loop.call_soon_threadsafe(app.stop))
+    for name in (signal.SIGINT, signal.SIGTERM):  # not add_signal_handler: Windows has none
+        signal.signal(name, lambda *_: app.loop.call_soon_threadsafe(app.stop))
     threading.Thread(target=load_model, args=(app, args, argv), daemon=True).start()
     app.tick()
     failure = await app.done
@@ -1678,6 +1685,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = make_parser()
     args = parser.parse_args(argv)
+    if args.parallel < 1 or args.max_tokens_cap < 0:
+        parser.error("--parallel must be 1 or more, --max-tokens-cap 0 or more")
     if not args.fake and not args.model_dir:
         parser.error("-m/--model_dir is needed (or --fake)")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

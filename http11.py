@@ -182,7 +182,8 @@ def make_request(event: h11.Request) -> Request:
     target, headers = event.target.decode("ascii"), dict[str, str]()
     for raw_name, raw_value in event.headers:
         name, value = raw_name.decode("ascii"), raw_value.decode("latin-1")
-        headers[name] = f"{headers[name]}, {value}" if name in headers else value
+        # Stripped, because it may be sent back: "a, " with nothing behind it could not be
+        headers[name] = f"{headers[name]}, {value}".strip() if name in headers else value
     if absolute := ABSOLUTE_FORM.fullmatch(target):
         headers["host"], target = absolute.groups()
     path, _, fields = target.partition("?")  # urlsplit would take //a/b for a host
