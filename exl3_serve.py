@@ -57,6 +57,7 @@ log = logging.getLogger("exl3_serve")
 
 INLINE_BODY_BYTES = 16 * 1024  # smaller requests are prepared on the loop: cheaper than the hop
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # what a client may hold text back with
+MAX_GRAMMAR_CHARS, MAX_MESSAGES = 2**16, 10_000  # more takes a worker thread for too long
 MAX_CHOICES = 64  # n * prompts of one request
 MAX_GLUED_SPACE = 256  # white space next to a tag goes with the tag, up to so much
 LONG_TOKEN_CHARS = 16  # few texts have that many characters a token, none in its whole length
@@ -141,8 +142,8 @@ FIELDS = {
         (Field(dict), "stream_options chat_template_kwargs response_format json_schema"),
         (Field(list, 0, MAX_STOPS, str), "samplers banned_strings dry_sequence_breakers"),
         (Field(list, item=dict), "tools"),
-        (Field(list, 1), "messages"),
-        (Field(str), "reasoning_effort reasoning_format grammar"),
+        (Field(list, 1, MAX_MESSAGES), "messages"),
+        (Field(str, 0, MAX_GRAMMAR_CHARS), "reasoning_effort reasoning_format grammar"),
         (Field(int, 1, MAX_CHOICES), "n n_cmpl"),
         (Field(int, -1), "n_predict max_tokens max_completion_tokens"),
         (Field(int, 0, 100), "n_probs top_logprobs"),
@@ -1376,7 +1377,7 @@ class App:
             self.finish(exchange, self.call(exchange.request))
             return
         self.set_slow(+1)
-        future = self.pool.submit(self.call, exchange.request)
+        future = self.pool.submit(lambda: exchange.gone or self.call(exchange.request))
         later = self.loop.call_soon_threadsafe
         future.add_done_callback(lambda f: later(self.finish_slow, exchange, f.result()))
 
@@ -1386,7 +1387,7 @@ class App:
         self.n_slow += change
         sys.setswitchinterval(0.0005 if self.n_slow else 0.005)
 
-    def finish_slow(self, exchange: Exchange, result: Task | Response) -> None:
+    def finish_slow(self, exchange: Exchange, result: Task | Response | bool) -> None:
         self.set_slow(-1)
         self.finish(exchange, result)
 
@@ -1404,10 +1405,10 @@ class App:
             log.exception("%s %s failed", request.method, request.path)
             return self.error_response(ApiError(500, "internal error"), request)
 
-    def finish(self, exchange: Exchange, result: Task | Response) -> None:
+    def finish(self, exchange: Exchange, result: Task | Response | bool) -> None:
         if isinstance(result, Response):
             exchange.respond(result)
-        elif not exchange.gone:
+        elif isinstance(result, Task) and not exchange.gone:
             Answer(self, exchange, result).begin()
 
     # -- housekeeping --
@@ -1436,8 +1437,8 @@ class App:
 
 
 Handler = Callable[[App, dict[str, Any]], Any]
-# Bodies that mention one of these may take long to prepare: grammars compile, tools render
-SLOW_WORDS = (b'"grammar"', b'"json_schema"', b'"response_format"', b'"tools"', b'"lark"')
+# Bodies that mention one of these, or spell a name with escapes, may take long to prepare
+SLOW_WORDS = (b'"grammar"', b'"json_schema"', b'"response_format"', b'"tools"', b"\\u00")
 
 
 def bare_host(host: str) -> str:
@@ -1553,28 +1554,25 @@ OPEN_ROUTES = ("/health", "/v1/health", "/models", "/v1/models", "/")
 
 
 FLAG: dict[str, Any] = {"action": "store_true"}
+SPLIT = {"default": "auto", "choices": REASONING_FORMATS}
 NO_SPLIT = {"action": "store_const", "const": "none", "dest": "reasoning_format"}
 STR, INT, FLOAT = {"type": str}, {"type": int}, {"type": float}
 WORDS: dict[str, Any] = {"type": lambda text: re.findall(r"[^,\s]+", text), "default": []}
+KEYS, OBJECT = {"type": WORDS["type"]}, {"type": lambda text: dict(json.loads(text))}
 # flags, environment variable, what argparse is told, help; llama-server's names where it has one
 OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--host", "LLAMA_ARG_HOST", {"default": "127.0.0.1"}, "address, name or path ending in .sock"),
     ("--port", "LLAMA_ARG_PORT", INT | {"default": 8080}, "TCP port; 0 picks one and prints it"),
     ("-np --parallel", "LLAMA_ARG_N_PARALLEL", INT | {"default": 2}, "slots; more requests wait"),
     ("-a --alias", "LLAMA_ARG_ALIAS", STR, "the model's name in answers"),
-    ("--api-key", "LLAMA_API_KEY", WORDS, "key that clients must send; several with commas"),
+    ("--api-key", "LLAMA_API_KEY", KEYS, "key that clients must send; several with commas"),
     ("--api-key-file", "", STR, "file with one key a line"),
     ("--allowed-hosts", "", WORDS, "Host names served without a key, besides loopback"),
     ("--cors-origins", "", WORDS, "web origins served without a key, besides loopback; or *"),
     ("--max-tokens-cap", "", INT | {"default": 4096}, "most tokens of an answer; 0: the context"),
     ("--chat-template-file", "LLAMA_ARG_CHAT_TEMPLATE_FILE", STR, "instead of the model's own"),
-    ("--chat-template-kwargs", "LLAMA_CHAT_TEMPLATE_KWARGS", {"type": json.loads}, "JSON object"),
-    (
-        "--reasoning-format",
-        "LLAMA_ARG_THINK",
-        {"default": "auto", "choices": REASONING_FORMATS},
-        "none: in the content",
-    ),
+    ("--chat-template-kwargs", "LLAMA_CHAT_TEMPLATE_KWARGS", OBJECT, "JSON object"),
+    ("--reasoning-format", "LLAMA_ARG_THINK", SPLIT, "none: thoughts stay in the content"),
     ("--no-think-split", "", NO_SPLIT, "the same as --reasoning-format none"),
     ("--reasoning-effort", "", {"choices": EFFORTS}, "for templates that know efforts"),
     ("--temp --temperature", "", FLOAT, "default sampling, as are the next"),
@@ -1611,10 +1609,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def read_keys(args: argparse.Namespace) -> list[bytes]:
     path = args.api_key_file
-    lines = Path(path).read_text(encoding="utf-8").splitlines() if path else []
-    keys = [key.strip().encode() for key in [*args.api_key, *lines] if key.strip()]
-    if path and not keys:
-        raise OSError(f"{path} has no key in it")
+    lines = Path(path).read_bytes().splitlines() if path else []
+    keys = [key.strip() for key in [*map(str.encode, args.api_key or []), *lines] if key.strip()]
+    if not keys and (path or args.api_key is not None):
+        raise OSError("there is no key in --api-key or --api-key-file")
     return keys
 
 
@@ -1639,7 +1637,7 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     """Binds, answers 503 while the model loads, serves until a signal or a failed load."""
     if not args.fake and not Path(args.model_dir, "config.json").is_file():
         raise OSError(f"cannot load the model: there is no config.json in {args.model_dir}")
-    sockets = bind(args.host, args.port)
+    sockets = bind(args.host or "127.0.0.1", args.port)
     urls = [url_of(sock) for sock in sockets]
     local = all(is_loopback(url.removeprefix("http://")) or url[:5] == "unix:" for url in urls)
     app = App(args, read_keys(args), local)
