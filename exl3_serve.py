@@ -584,7 +584,8 @@ def sampling_defaults(model_dir: Path, args: argparse.Namespace) -> dict[str, An
     named = model_config | {"repeat_penalty": model_config.get("repetition_penalty")}
     defaults = eng.NEUTRAL_SAMPLING | LLAMA_SAMPLING
     for layer in (named, vars(args)):
-        defaults |= {k: layer[k] for k in SAMPLING_FIELDS if layer.get(k) is not None}
+        known = [k for k in SAMPLING_FIELDS if layer.get(k) is not None]
+        defaults |= {k: check(layer[k], k, FIELDS[k]) for k in known}
     return defaults
 
 
