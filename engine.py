@@ -38,6 +38,7 @@ Reading order: data, contract, fake, exllamav3 backend, engine thread.
 from __future__ import annotations
 
 import ast
+import asyncio
 import codecs
 import copy
 import importlib.util
@@ -57,10 +58,7 @@ from enum import Enum
 from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    import asyncio
+from typing import Any, Protocol
 
 log = logging.getLogger("exl3_serve.engine")
 
@@ -1072,7 +1070,7 @@ class Engine:
             if not self.fatal:
                 self._admit()
                 busy = self._step()
-        except Exception as exc:  # whatever exllamav3 raises here has broken its generator
+        except BaseException as exc:  # exllamav3's generator is broken; also a panic in Rust
             self._recover(exc)
         # 4) hand over, at most MAX_UNDELIVERED ahead of the event loop
         if self._updates:
@@ -1140,7 +1138,7 @@ class Engine:
                 log.error("job %d was refused: %s", job.id_task, exc)
                 self._end(job, EndKind.FAILED, f"the engine refused the request: {exc}")
 
-    def _recover(self, exc: Exception) -> None:
+    def _recover(self, exc: BaseException) -> None:
         """Fails every job in a slot, rebuilds the generator; the waiting jobs go on after that."""
         log.error("the generator failed: %s", exc, exc_info=exc)
         for job in list(self.slots):

@@ -57,11 +57,15 @@ log = logging.getLogger("exl3_serve")
 
 INLINE_BODY_BYTES = 16 * 1024  # smaller requests are prepared on the loop: cheaper than the hop
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # what a client may hold text back with
-MAX_GRAMMAR_CHARS, MAX_MESSAGES = 2**16, 10_000  # more takes a worker thread for too long
+MAX_GRAMMAR_CHARS, MAX_MESSAGES, MAX_BIASES = (
+    2**16,
+    10_000,
+    2000,
+)  # more takes a worker thread for too long
 MAX_CHOICES = 64  # n * prompts of one request
 MAX_GLUED_SPACE = 256  # white space next to a tag goes with the tag, up to so much
 LONG_TOKEN_CHARS = 16  # few texts have that many characters a token, none in its whole length
-SPARE_FILES = 64  # descriptors for the model's files and the like
+SPARE_FILES = 600  # descriptors for the model's files, and for connections being refused
 N_WORKERS = 4  # threads that render, tokenize and compile
 
 # ==== Errors ======================================================================================
@@ -220,7 +224,7 @@ def parse_logit_bias(value: Any, model: Model) -> dict[int, float]:
     """All of llama-server's spellings: {"id": bias}, [[id or text, bias or false], ...]."""
     biases: dict[int, float] = {}
     pairs = list(value.items()) if isinstance(value, dict) else [] if value is None else value
-    for pair in check(pairs, "logit_bias", Field(list)):
+    for pair in check(pairs, "logit_bias", Field(list, 0, MAX_BIASES)):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise bad("'logit_bias' must be an object or an array of [token, bias] pairs")
         token, bias = pair
@@ -855,8 +859,7 @@ class Choice:
         params.max_tokens = min(params.max_tokens, model.info.n_ctx - len(ids))
         if params.seed is not None:
             params.seed += index % task.n  # n equal answers would be of no use
-        if task.grammars:
-            params.grammar = task.grammars[index]
+        params.grammar = task.grammars[index] if task.grammars else None
         split = None
         if task.in_thought is not None:
             split = ThoughtSplitter(model.think, model.think_ids, task.in_thought)
@@ -1167,13 +1170,10 @@ class Answer:
 
     def cancel(self) -> None:
         """The client is gone, or one choice failed: the rest is not wanted."""
-        self.close()
-        for choice in self.choices:
-            self.engine.cancel(choice.job)
-
-    def close(self) -> None:
         self.closed = True
         self.app.answers.discard(self)
+        for choice in self.choices:
+            self.engine.cancel(choice.job)
 
     def on_update(self, choice: Choice, update: eng.Update) -> None:
         """What one step says of one choice. An error here must not reach the other answers."""
@@ -1243,7 +1243,8 @@ class Answer:
         return frames + (self.dialect.end(choice) if self.stream else b"")
 
     def send_last(self, frames: bytes) -> None:
-        self.close()
+        self.closed = True
+        self.app.answers.discard(self)
         if self.stream:
             self.exchange.end(frames + self.dialect.close())
         else:
@@ -1380,33 +1381,32 @@ class App:
         self.set_slow(+1)
         future = self.pool.submit(lambda: exchange.gone or self.call(exchange.request))
         later = self.loop.call_soon_threadsafe
-        future.add_done_callback(lambda f: later(self.finish_slow, exchange, f.result()))
+        future.add_done_callback(lambda f: later(self.finish, exchange, f.result(), 1))
 
     def set_slow(self, change: int) -> None:
         """While a worker thread runs Python, threads give way to each other ten times as often:
         exllamav3 asks for the GIL at every torch call. Always so, it would cost steps."""
         self.n_slow += change
-        sys.setswitchinterval(0.0005 if self.n_slow else 0.005)
-
-    def finish_slow(self, exchange: Exchange, result: Task | Response | bool) -> None:
-        self.set_slow(-1)
-        self.finish(exchange, result)
+        if change:
+            sys.setswitchinterval(0.0005 if self.n_slow else 0.005)
 
     def call(self, request: Request) -> Task | Response:
         """What the handler makes of the request. In any thread."""
         handler: Handler = request.context
         try:
-            result = handler(self, loads(request.body) if request.method == "POST" else {})
+            body, request.body = request.body, b""  # it may be large, and the answer long
+            result = handler(self, loads(body) if request.method == "POST" else {})
             return result if isinstance(result, Task) else json_response(200, result)
         except ApiError as error:
             return self.error_response(error, request)
         except RecursionError:
             return self.error_response(bad("the request is nested too deeply"), request)
-        except Exception:  # a bug of ours, found by this request: 500 for it, nothing for others
+        except BaseException:  # ours, or a panic in Rust: 500 for this request, nothing for others
             log.exception("%s %s failed", request.method, request.path)
             return self.error_response(ApiError(500, "internal error"), request)
 
-    def finish(self, exchange: Exchange, result: Task | Response | bool) -> None:
+    def finish(self, exchange: Exchange, result: Task | Response | bool, slow: int = 0) -> None:
+        self.set_slow(-slow)
         if isinstance(result, Response):
             exchange.respond(result)
         elif isinstance(result, Task) and not exchange.gone:
@@ -1449,8 +1449,7 @@ def bare_host(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    name = bare_host(host)
-    return name in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", name) is not None
+    return re.fullmatch(r"localhost|::1|127(\.\d{1,3}){3}", bare_host(host)) is not None
 
 
 def get_health(app: App, body: dict[str, Any]) -> Any:
@@ -1576,7 +1575,7 @@ OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--reasoning-format", "LLAMA_ARG_THINK", SPLIT, "none: thoughts stay in the content"),
     ("--no-think-split", "", NO_SPLIT, "the same as --reasoning-format none"),
     ("--reasoning-effort", "", {"choices": EFFORTS}, "for templates that know efforts"),
-    ("--temp --temperature", "", FLOAT, "default sampling, as are the next"),
+    ("--temp --temperature", "", FLOAT | {"dest": "temperature"}, "default, as are the next"),
     ("--top-k", "LLAMA_ARG_TOP_K", INT, "0: off"),
     ("--top-p", "", FLOAT, "1: off"),
     ("--min-p", "", FLOAT, "0: off"),
@@ -1627,7 +1626,7 @@ def load_model(app: App, args: argparse.Namespace, argv: list[str]) -> None:
         backend = eng.load(args, args.parallel, argv, on_progress)
         model = Model(backend, args)
         app.loop.call_soon_threadsafe(app.loaded, backend, model)
-    except Exception as exc:  # anything: the operator gets one line, the process ends
+    except BaseException as exc:  # anything: the operator gets one line, the process ends
         reason = str(exc).strip().splitlines()
         line = f"{type(exc).__name__}: {reason[0] if reason else ''}"
         log.debug("loading failed", exc_info=exc)
@@ -1642,15 +1641,16 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     urls = [url_of(sock) for sock in sockets]
     local = all(is_loopback(url.removeprefix("http://")) or url[:5] == "unix:" for url in urls)
     app = App(args, read_keys(args), local)
-    server = Server(app, Limits())
-    with contextlib.suppress(ImportError, ValueError):  # Windows; the hard limit is lower
+    n_files = 1024
+    with contextlib.suppress(ImportError):  # Windows
         import resource
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (Limits.connections + SPARE_FILES, hard))
+        n_files = min(Limits.connections + SPARE_FILES, hard if hard > 0 else 10**9)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, hard))
+    server = Server(app, Limits(connections=max(SPARE_FILES, n_files - SPARE_FILES)))
     await server.serve(sockets)
-    for url in urls:
-        log.info("listening on %s", url)
+    log.info("listening on %s", " and ".join(urls))
     if not app.keys and not app.local:
         log.warning("no --api-key: anyone who reaches this address can use the model")
     for name in (signal.SIGINT, signal.SIGTERM):  # not add_signal_handler: Windows has none

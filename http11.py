@@ -98,7 +98,7 @@ logger = logging.getLogger("exl3_serve.http")
 READ_BYTES = 32 * 1024  # one read, so also the most that is parsed in one turn of the loop
 READ_AHEAD_BYTES = 64 * 1024  # pipelined bytes kept while an answer is due; then reading pauses
 DRAIN_BYTES = 1024 * 1024  # body of a refused request that is read so as to keep the connection
-BACKLOG = 1024  # connections that the kernel queues; nginx 511, Go takes net.core.somaxconn
+BACKLOG = 128  # connections that the kernel queues; nginx 511, Go takes net.core.somaxconn
 
 
 @dataclass(frozen=True)
@@ -316,6 +316,7 @@ class Connection(asyncio.BufferedProtocol):
         self.enter(State.IDLE, self.limits.header_timeout)
         if len(self.server.connections) > self.limits.connections:
             self.refuse(503, "too many connections")
+            self.close()  # no lingering: that would hold the descriptor that is short
 
     def enter(self, state: State, timeout: float = float("inf")) -> None:
         self.state, self.deadline = state, time.perf_counter() + timeout
@@ -527,9 +528,8 @@ class Server:
     def _tick(self) -> None:
         self._ticker = self.loop.call_later(self.limits.tick, self._tick)
         self.date = email.utils.formatdate(usegmt=True)
-        now = time.perf_counter()
         for connection in list(self.connections):
-            connection.check(now)
+            connection.check(time.perf_counter())
 
     def stop_accepting(self) -> None:
         """Closes the listeners and idle connections. What runs goes on; its answers say close."""
