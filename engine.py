@@ -553,15 +553,13 @@ class Exl3Backend:
 
         p = job.params
         n_prompt, n_new = len(p.prompt_ids), max(1, p.max_tokens)
-        total = self.generator.max_total_tokens
-        rounds = None
-        if n_prompt + n_new + 1 + self.generator.max_draft_tokens > total // self.n_slots:
-            # Taken in rounds, it reserves no more of the cache than it needs for now
-            rounds = min(n_new, REQUEUE_TOKENS)
+        share = self.generator.max_total_tokens // self.n_slots
+        too_big = n_prompt + n_new + 1 + self.generator.max_draft_tokens > share
         job.handle = Exl3Job(
             input_ids=torch.tensor([p.prompt_ids], dtype=torch.long),
             max_new_tokens=n_new,
-            max_rq_tokens=rounds,
+            # Taken in rounds, it reserves no more of the cache than it needs for now
+            max_rq_tokens=min(n_new, REQUEUE_TOKENS) if too_big else None,
             sampler=make_sampler(p),
             seed=p.seed,
             stop_conditions=[] if p.ignore_eos else list(self.info.eos_ids),

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
 import contextlib
 import hmac
 import json
@@ -1627,8 +1628,7 @@ def load_model(app: App, args: argparse.Namespace, argv: list[str]) -> None:
         model = Model(backend, args)
         app.loop.call_soon_threadsafe(app.loaded, backend, model)
     except BaseException as exc:  # anything: the operator gets one line, the process ends
-        reason = str(exc).strip().splitlines()
-        line = f"{type(exc).__name__}: {reason[0] if reason else ''}"
+        line = f"{type(exc).__name__}: {next(iter(str(exc).strip().splitlines()), '')}"
         log.debug("loading failed", exc_info=exc)
         app.loop.call_soon_threadsafe(app.stop, f"cannot load the model: {line}")
 
@@ -1650,11 +1650,11 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, hard))
     server = Server(app, Limits(connections=max(SPARE_FILES, n_files - SPARE_FILES)))
     await server.serve(sockets)
+    for name in (signal.SIGINT, signal.SIGTERM):  # not add_signal_handler: Windows has none
+        signal.signal(name, lambda *_: app.loop.call_soon_threadsafe(app.stop))
     log.info("listening on %s", " and ".join(urls))
     if not app.keys and not app.local:
         log.warning("no --api-key: anyone who reaches this address can use the model")
-    for name in (signal.SIGINT, signal.SIGTERM):  # not add_signal_handler: Windows has none
-        signal.signal(name, lambda *_: app.loop.call_soon_threadsafe(app.stop))
     threading.Thread(target=load_model, args=(app, args, argv), daemon=True).start()
     app.tick()
     failure = await app.done
@@ -1694,7 +1694,10 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as exc:
         print(f"exl3-serve: {exc}", file=sys.stderr)
         return 1
-    # Loader or exllamav3 threads may still be in native code; there is nothing left to save
+    # exllamav3 ends its worker processes when the interpreter exits: two seconds for that. Threads
+    # may still be in native code, which an ordinary exit would wait for
+    threading.Timer(2.0, os._exit, (code,)).start()
+    atexit._run_exitfuncs()
     os._exit(code)
 
 

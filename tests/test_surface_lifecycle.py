@@ -13,8 +13,10 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from server_process import (
@@ -462,3 +464,18 @@ def test_a_signal_while_loading_ends_the_process(own_server):
     server.wait_listening()
     server.send_signal(signal.SIGTERM)
     assert server.wait_end(10) == 0
+
+
+def test_exit_functions_run_because_exllamav3_ends_its_worker_processes_in_them():
+    program = (
+        "import atexit, sys; atexit.register(print, 'the exit functions ran', flush=True);"
+        f"sys.path.insert(0, {str(Path(__file__).parents[1])!r}); import exl3_serve;"
+        "sys.exit(exl3_serve.main(['--fake', '--port', '0']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert "listening" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == 0 and "the exit functions ran" in out
