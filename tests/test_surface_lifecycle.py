@@ -479,3 +479,17 @@ def test_exit_functions_run_because_exllamav3_ends_its_worker_processes_in_them(
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 0 and "the exit functions ran" in out
+
+
+def test_case_70_a_step_that_hangs_is_told_by_health_and_over_when_it_ends(own_server):
+    server = own_server("--fake", "--fake-delay", "1.5", "--step-timeout", "0.3")
+    server.wait_ready()
+
+    def health():
+        status, answer = server.request("GET", "/health")[::2]
+        return status, answer
+
+    with send(server, CHAT, ENDLESS | {"max_tokens": 1}):
+        eventually(lambda: health()[0] == 503, "the hanging step was told")
+        assert "in one step" in str(health()[1])
+    eventually(lambda: health()[0] == 200, "health is back when the step is over")
