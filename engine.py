@@ -55,7 +55,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -425,7 +425,7 @@ def _check_grammar(kind: str, source: str, tokenizer: Any = None) -> None:
         raise BadGrammar(reason)
 
 
-def make_sampler(params: GenerationParams) -> Any:
+def make_sampler(params: GenerationParams, tokenizer: Any) -> Any:
     """The exllamav3 sampler for these settings: llama-server's order and meanings.
 
     Temperature 0 (or below) is greedy. Steps that are off are left out; exllamav3 inserts the
@@ -437,17 +437,13 @@ def make_sampler(params: GenerationParams) -> Any:
     last_n = o["repeat_last_n"] if o["repeat_last_n"] >= 0 else int(10e7)
     dry_n, xtc = o["dry_penalty_last_n"], (o["xtc_probability"], o["xtc_threshold"])
     dry = (o["dry_multiplier"], o["dry_base"], o["dry_allowed_length"], max(dry_n, 0))
-    breakers = o.get("dry_breaker_ids")
-    presence = (o["presence_penalty"], o["frequency_penalty"])
+    breakers = partial(s.dry_sequence_breaker_tokens, tokenizer, tuple(o["dry_sequence_breakers"]))
+    rep, presence = o["repeat_penalty"], (o["presence_penalty"], o["frequency_penalty"])
     # name in llama-server's `samplers`, whether it does anything, the step
     table: list[tuple[str, Any, Callable[[], Any]]] = [
-        (
-            "penalties",
-            last_n and o["repeat_penalty"] != 1.0,
-            lambda: s.SS_RepP(o["repeat_penalty"], last_n, 0),
-        ),
+        ("penalties", last_n and rep != 1.0, lambda: s.SS_RepP(rep, last_n, 0)),
         ("penalties", last_n and any(presence), lambda: s.SS_PresFreqP(*presence, last_n, 0)),
-        ("dry", dry[0] and dry_n, lambda: s.SS_DRY(*dry, breakers)),
+        ("dry", dry[0] and dry_n, lambda: s.SS_DRY(*dry, breakers())),
         ("top_k", o["top_k"] > 0, lambda: s.SS_TopK(o["top_k"])),
         ("top_p", o["top_p"] < 1, lambda: s.SS_TopP(o["top_p"])),
         ("min_p", o["min_p"] > 0, lambda: s.SS_MinP(o["min_p"])),
@@ -560,7 +556,7 @@ class Exl3Backend:
             max_new_tokens=n_new,
             # Taken in rounds, it reserves no more of the cache than it needs for now
             max_rq_tokens=min(n_new, REQUEUE_TOKENS) if too_big else None,
-            sampler=make_sampler(p),
+            sampler=make_sampler(p, self.tokenizer),
             seed=p.seed,
             stop_conditions=[] if p.ignore_eos else list(self.info.eos_ids),
             decode_special_tokens=True,

@@ -145,7 +145,8 @@ FIELDS = {
             "stream timings_per_token return_progress return_tokens ignore_eos cache_prompt",
         ),
         (Field(dict), "stream_options chat_template_kwargs response_format json_schema"),
-        (Field(list, 0, MAX_STOPS, str), "samplers banned_strings dry_sequence_breakers"),
+        (Field(list, 0, MAX_STOPS, str), "samplers banned_strings"),
+        (Field(list, 0, 8, str), "dry_sequence_breakers"),  # each is looked for in the vocabulary
         (Field(list, item=dict), "tools"),
         (Field(list, 1, MAX_MESSAGES), "messages"),
         (Field(str, 0, MAX_GRAMMAR_CHARS), "reasoning_effort reasoning_format grammar"),
@@ -201,7 +202,7 @@ def checked(body: dict[str, Any]) -> dict[str, Any]:
             fields[key] = check(value, key, FIELDS[key])
     for name, off in ABSENT_SAMPLERS.items():
         if fields.get(name, off) != off:
-            raise bad(f"'{name}' is not available in exllamav3; only {off} (off) is accepted")
+            raise bad(f"'{name}': only {off!r} is available here")
     return fields
 
 

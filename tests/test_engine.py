@@ -985,3 +985,14 @@ def test_a_job_that_bans_every_token_does_not_break_the_generator(exl3_backend):
         other = driver.submit(n=2)
         driver.finish()
         assert other.end is EndKind.LIMIT
+
+
+def test_dry_breakers_of_a_request_reach_the_sampler(exl3_backend):
+    tokenizer = exl3_backend.tokenizer
+    pieces = tokenizer.get_id_to_piece_list(True)
+    for breakers in (["\n"], ["a", "!"], []):
+        wanted = {"dry_multiplier": 1.0, "dry_sequence_breakers": breakers}
+        params = eng.GenerationParams(prompt_ids=[1], max_tokens=1, sampling=wanted)
+        (dry,) = [s for s in eng.make_sampler(params, tokenizer).steps if "DRY" in type(s).__name__]
+        expected = [i for i, piece in enumerate(pieces) if any(b in piece for b in breakers)]
+        assert (dry.breakers.token_ids if dry.breakers else []) == expected
