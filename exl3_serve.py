@@ -140,10 +140,8 @@ class Field(NamedTuple):
 FIELDS = {
     name: rule
     for rule, names in (
-        (
-            Field(bool),
-            "stream timings_per_token return_progress return_tokens ignore_eos cache_prompt",
-        ),
+        (Field(bool), "stream timings_per_token return_progress return_tokens ignore_eos"),
+        (Field(bool), "cache_prompt add_generation_prompt"),
         (Field(dict), "stream_options chat_template_kwargs response_format json_schema"),
         (Field(list, 0, MAX_STOPS, str), "samplers banned_strings"),
         (Field(list, 0, 8, str), "dry_sequence_breakers"),  # each is looked for in the vocabulary
@@ -362,13 +360,13 @@ class Model:
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         return self.backend.encode(text.encode("utf-8", "replace").decode(), special)
 
-    def render(self, messages: list[dict[str, Any]], tools: Any, extra: dict[str, Any]) -> str:
+    def render(self, messages: list[Any], tools: Any, extra: dict[str, Any], opens=True) -> str:
         """The prompt's text; the template's own complaint is a 400 with its message."""
         if self.wants_parts:
             messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
         names = {k: v for k, v in extra.items() if k not in RESERVED_KWARGS}
         names = self.specials | names | {"messages": messages, "tools": tools or None}
-        names = {"documents": None, "add_generation_prompt": True} | names
+        names = {"documents": None, "add_generation_prompt": opens} | names
         if self.template is None:
             if tools:
                 raise bad("'tools': this model has no chat template that could show them")
@@ -785,7 +783,8 @@ def render_chat(model: Model, fields: dict[str, Any]) -> tuple[str, bool]:
     if last["role"] == "assistant" and not last.get("tool_calls"):
         prefill, messages = last, messages[:-1]
     kwargs = template_kwargs(model, fields)
-    prompt = model.render(messages, fields.get("tools"), kwargs)
+    opens = fields.get("add_generation_prompt", True)
+    prompt = model.render(messages, fields.get("tools"), kwargs, opens)
     openings, close = model.think
     in_thought = prompt.rstrip().endswith(openings)
     if prefill is None or not (prefill["content"] or prefill.get("reasoning_content")):

@@ -66,7 +66,6 @@ OPEN: list[Difference] = [
     *missing("lora is not checked", "wrong/lora"),
     *missing("two assistant messages may end the list", "*/two-assistants-last"),
     *missing("a last message with tool calls is answered", "tools/continue-a-call"),
-    *missing("add_generation_prompt has no effect", "template/no-generation-prompt"),
     *missing(
         "reasoning_format none leaves out the tag that the prompt ends in",
         "reasoning/none reasoning/none+stream",
