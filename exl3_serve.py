@@ -18,8 +18,8 @@ the very same deltas, so both modes cannot differ.
 Everything here runs on the event loop except `prepare` of a large or slow request, which runs in
 a worker thread and touches only the request and what is fixed once the model is loaded.
 
-Reading order: options, errors, checks, templates, text pipeline, requests, dialects, answers,
-routes, main.
+Reading order: as it stands. Limits, errors and checks; templates and the text pipeline; requests,
+choices, dialects and answers; routes; options and main.
 """
 
 from __future__ import annotations
@@ -58,11 +58,8 @@ log = logging.getLogger("exl3_serve")
 
 INLINE_BODY_BYTES = 16 * 1024  # smaller requests are prepared on the loop: cheaper than the hop
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # what a client may hold text back with
-MAX_GRAMMAR_CHARS, MAX_MESSAGES, MAX_BIASES = (
-    2**16,
-    10_000,
-    2000,
-)  # more takes a worker thread for too long
+# More would take a worker thread for too long
+MAX_GRAMMAR_CHARS, MAX_MESSAGES, MAX_BIASES = 2**16, 10_000, 2000
 MAX_CHOICES = 64  # n * prompts of one request
 MAX_GLUED_SPACE = 256  # white space next to a tag goes with the tag, up to so much
 LONG_TOKEN_CHARS = 16  # few texts have that many characters a token, none in its whole length
@@ -872,7 +869,7 @@ class Choice:
         self.opened = False  # something of it was sent
         self.plain = False  # from now on every piece is text and nothing else
         self.prompt_timings: tuple[Any, str] = (None, "")
-        self.finish = ""  # stop, length or tool_calls, once it has ended
+        self.finish = ""  # stop or length, once it has ended
         self.stop_type = "none"
         self.texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         self.tokens: list[int] = []
@@ -1167,7 +1164,8 @@ class Answer:
         if self.stream:
             self.exchange.start(200, SSE_HEADERS)
             if self.shows_progress:
-                self.exchange.write(self.progress(self.choices[0], self.choices[0].last))
+                first = self.choices[0]
+                self.exchange.write(self.progress(first, eng.Update(first.job, progress=0)))
 
     def cancel(self) -> None:
         """The client is gone, or one choice failed: the rest is not wanted."""
@@ -1261,7 +1259,7 @@ class Answer:
 
     def progress(self, choice: Choice, update: eng.Update) -> bytes:
         """Nothing when the step says nothing of the prompt; at the first token all is processed."""
-        if update.started and not (update.progress or update.n_decoded):
+        if update.progress is None and not update.n_decoded:
             return b""
         processed = choice.n_prompt if update.n_decoded else update.progress or 0
         waited = choice.job.started and time.perf_counter() - choice.job.started

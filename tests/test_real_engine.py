@@ -562,3 +562,12 @@ def test_a_recorder_that_hangs_up_keeps_true_figures(server):
     assert last["predicted_per_second"] == pytest.approx(rate, rel=1e-3)
     assert chat.rate_error() < 0.5  # a busy machine
     check_sane(server)
+
+
+def test_progress_never_goes_back_when_the_first_token_is_half_a_character(server):
+    body = {"prompt": "word " * 300, "n_predict": 3, "logit_bias": [[0xF0, 100]], "stream": True}
+    events = map(json.loads, server.stream("/completion", body | {"return_progress": True}))
+    steps = [e["prompt_progress"] for e in events if "prompt_progress" in e]
+    processed = [step["processed"] for step in steps]
+    assert processed == sorted(processed) and processed[0] == 0
+    assert processed[-1] == steps[-1]["total"]
