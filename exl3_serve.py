@@ -780,6 +780,9 @@ def render_chat(model: Model, fields: dict[str, Any]) -> tuple[str, bool]:
     if last["role"] == "assistant" and not last.get("tool_calls"):
         prefill, messages = last, messages[:-1]
     kwargs = template_kwargs(model, fields)
+    for tool in fields.get("tools", []):
+        function = check(tool.get("function"), "tools[].function", Field(dict))
+        check(function.get("name"), "tools[].function.name", Field(str, 1))
     opens = fields.get("add_generation_prompt", True)
     prompt = model.render(messages, fields.get("tools"), kwargs, opens)
     openings, close = model.think
