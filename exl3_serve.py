@@ -1584,7 +1584,7 @@ OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--repeat-penalty", "", FLOAT, "1: off"),
     ("--presence-penalty", "", FLOAT, "0: off"),
     ("--frequency-penalty", "", FLOAT, "0: off"),
-    ("--draft-n", "", INT | {"dest": "num_draft_tokens"}, "draft tokens a step; with -mtp 1"),
+    ("--draft-n", "", INT | {"dest": "num_draft_tokens"}, "draft tokens a step; 1 with -mtp alone"),
     ("--dyn-draft", "", FLAG | {"dest": "dynamic_draft"}, "adapt the draft length"),
     ("--sse-ping-interval", "", FLOAT | {"default": 30.0}, "seconds of silence in a stream"),
     ("--drain-seconds", "", FLOAT | {"default": 5.0}, "time for running requests on a signal"),
