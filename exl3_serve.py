@@ -58,8 +58,9 @@ log = logging.getLogger("exl3_serve")
 
 INLINE_BODY_BYTES = 16 * 1024  # smaller requests are prepared on the loop: cheaper than the hop
 MAX_STOPS, MAX_STOP_CHARS = 64, 1024  # what a client may hold text back with
-# More would take a worker thread for too long
-MAX_GRAMMAR_CHARS, MAX_MESSAGES, MAX_BIASES = 2**16, 10_000, 2000
+# More would take a worker thread for too long, or too much memory
+MAX_GRAMMAR_CHARS, MAX_SCHEMA_CHARS, MAX_TEXT_CHARS = 2**16, 2**20, 2**23
+MAX_MESSAGES, MAX_BIASES, MAX_PIECES = 10_000, 2000, 2**18
 MAX_CHOICES = 64  # n * prompts of one request
 MAX_GLUED_SPACE = 256  # white space next to a tag goes with the tag, up to so much
 LONG_TOKEN_CHARS = 16  # few texts have that many characters a token, none in its whole length
@@ -185,7 +186,7 @@ def check(value: Any, name: str, rule: Field) -> Any:
 
 def one_of(value: Any, name: str, options: Sequence[str]) -> Any:
     if value not in options:
-        raise bad(f"'{name}': {value!r} is not one of {', '.join(options)}")
+        raise bad(f"'{name}': {repr(value)[:100]} is not one of {', '.join(options)}")
     return value
 
 
@@ -227,9 +228,9 @@ def parse_logit_bias(value: Any, model: Model) -> dict[int, float]:
         token, bias = pair
         if isinstance(token, str) and re.fullmatch("-?[0-9]{1,18}", token):
             token = int(token)
-        ids = model.tokenize(token, False) if isinstance(token, str) else [token]
+        ids = model.tokenize(token, False, "logit_bias") if isinstance(token, str) else [token]
         if isinstance(value, dict) and isinstance(token, str):
-            raise bad(f"'logit_bias': {token!r} is not a token id")
+            raise bad(f"'logit_bias': {token[:100]!r} is not a token id")
         bias = -INF if bias is False else check(bias, "logit_bias", Field(float, -1e30, 1e30))
         biases |= dict.fromkeys(check_ids(ids, "logit_bias", model.info.n_vocab), bias)
     return biases
@@ -354,7 +355,8 @@ class Model:
         except Exception:  # a template may raise anything; none at all has no render()
             return False
 
-    def tokenize(self, text: str, special: bool = True) -> list[int]:
+    def tokenize(self, text: str, special: bool = True, name: str = "prompt") -> list[int]:
+        check(text, name, Field(str, 0, MAX_TEXT_CHARS))
         return self.backend.encode(text.encode("utf-8", "replace").decode(), special)
 
     def render(self, messages: list[Any], tools: Any, extra: dict[str, Any], opens=True) -> str:
@@ -663,8 +665,9 @@ def parse_constraint(fields: dict[str, Any]) -> tuple[str, str] | None:
     elif kind == "json_schema":
         found = [check(form.get("json_schema") or form, name, Field(dict)).get("schema")]
     if "json_schema" in fields:
-        found.append(fields["json_schema"])
-    sources = [("json_schema", dumps(check(f, name, Field(dict))).decode()) for f in found]
+        name, found = "json_schema", [*found, fields["json_schema"]]
+    texts = [dumps(check(schema, name, Field(dict))).decode() for schema in found]
+    sources = [("json_schema", check(t, name, Field(str, 0, MAX_SCHEMA_CHARS))) for t in texts]
     sources += [("gbnf", text) for text in [fields.get("grammar")] if text]
     if len(sources) > 1:
         raise bad("only one of 'grammar', 'json_schema' and 'response_format' can be given")
@@ -682,18 +685,18 @@ def parse_prompts(model: Model, fields: dict[str, Any]) -> Prompts:
     value = fields.get("prompt")
     several = isinstance(value, list) and all(isinstance(v, (str, list)) for v in value)
     prompts: list[Any] = value if several and value else [value]  # type: ignore[assignment]
+    check(prompts, "prompt", Field(list, 1, MAX_CHOICES))
     return [(p, prompt_ids(model, p)) for p in prompts]
 
 
-def parts_ids(model: Model, value: Any, name: str, special: bool = True) -> list[int]:
+def parts_ids(model: Model, value: Any, name: str, encode: Callable[..., list[int]]) -> list[int]:
     """Token ids of a text, or of a list of texts and ids in which they follow each other."""
     parts = [value] if isinstance(value, str) else check(value, name, Field(list))
-    encode = model.tokenize_prompt if name == "prompt" else partial(model.tokenize, special=special)
-    ids: list[int] = []
+    check(sum(isinstance(p, str) for p in parts), f"{name} (texts)", Field(int, 0, MAX_MESSAGES))
+    ids: list[Any] = []
     for part in parts:
-        text = isinstance(part, str)
-        ids += encode(part) if text else check_ids([part], name, model.info.n_vocab)
-    return ids
+        ids += encode(part) if isinstance(part, str) else [part]
+    return check_ids(ids, name, model.info.n_vocab)
 
 
 def prompt_ids(model: Model, prompt: Any) -> list[int]:
@@ -701,7 +704,8 @@ def prompt_ids(model: Model, prompt: Any) -> list[int]:
     first = prompt[0] if isinstance(prompt, list) and prompt else prompt
     if not isinstance(prompt, (str, list)) or prompt == []:
         raise bad("'prompt' must be a string, an array of token ids, or an array of these")
-    ids = (model.bos if isinstance(first, str) else []) + parts_ids(model, prompt, "prompt")
+    ids = parts_ids(model, prompt, "prompt", model.tokenize_prompt)
+    ids = (model.bos if isinstance(first, str) else []) + ids
     # An empty prompt gets what a model that was told nothing would say
     return ids or [model.info.bos_id or model.info.eos_id or 0]
 
@@ -718,7 +722,7 @@ def check_text(content: Any, path: str) -> str:
         if kind in ("image_url", "input_image", "image"):
             raise bad(f"'{path}[{i}]': image input is not supported by this server")
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise bad(f"'{path}[{i}].type': {kind!r} is not a content part that is supported")
+            raise bad(f"'{path}[{i}].type': {repr(kind)[:100]} is no supported content part")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise bad(f"'{path}[{i}].text' must be a string")
@@ -921,8 +925,8 @@ class Choice:
 
 # ==== Dialects ====================================================================================
 #
-# A dialect turns deltas into frames and, without streaming, blocks into a body. Its events as a
-# grammar, for every choice:     open? (progress | piece)* end      and once:   close | error
+# A dialect turns deltas into frames and, without streaming, a choice's texts into a body. As a
+# grammar its events are, for every choice: open? (progress | piece)* end    once: close | error
 # Every method returns bytes: they are joined and leave in one write per request and step.
 
 
@@ -1102,8 +1106,7 @@ class LlamaDialect(Dialect):
         return sse(dumps(self.result(choice, "", [])))
 
     def body(self) -> bytes:
-        wants_tokens = self.task.flag("return_tokens")
-        pairs = [(c, c.tokens if wants_tokens else []) for c in self.choices]
+        pairs = [(c, c.tokens if self.task.flag("return_tokens") else []) for c in self.choices]
         results = [self.result(c, c.text_of("content"), tokens) for c, tokens in pairs]
         return dumps(results[0] if len(results) == 1 else results)
 
@@ -1218,8 +1221,7 @@ class Answer:
     def feed(self, choice: Choice, piece: eng.Piece) -> bytes:
         deltas = choice.pipeline.feed(piece.text, piece.ids)
         choice.n_decoded = piece.n_decoded
-        if piece.probs is not None:
-            choice.take_probs(self.model, piece)
+        choice.take_probs(self.model, piece)
         if self.keeps:
             for kind, text in deltas:
                 choice.texts[kind].append(text)
@@ -1503,10 +1505,12 @@ def get_models(app: App, body: dict[str, Any]) -> Any:
 def post_tokenize(app: App, body: dict[str, Any]) -> Any:
     model = app.model
     special = body.get("parse_special", True) is not False
-    ids = parts_ids(model, body.get("content", ""), "content", special)
+    encode = partial(model.tokenize, special=special, name="content")
+    ids = parts_ids(model, body.get("content", ""), "content", encode)
     ids = list(model.bos if body.get("add_special") is True else []) + ids
     if body.get("with_pieces") is not True:
         return {"tokens": ids}
+    check(len(ids), "content (tokens with pieces)", Field(int, 0, MAX_PIECES))
     return {"tokens": [{"id": i, "piece": piece_of(model.backend.token_bytes(i))} for i in ids]}
 
 

@@ -566,3 +566,24 @@ def test_a_deep_value_that_the_template_prints_is_no_500(fake_server):
     with server.connect() as sock:
         sock.sendall(http_request("/health"))
         assert sock.recv(100).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completion", {"prompt": ["a"] * 100_000}),
+        ("/completion", {"prompt": ["a"] * 100_000 + [5]}),
+        ("/completion", {"prompt": "a", "json_schema": {"title": "x" * 2_000_000}}),
+        ("/tokenize", {"content": "a" * 300_000, "with_pieces": True}),
+        ("/tokenize", {"content": "a" * 9_000_000}),
+        ("/tokenize", {"content": ["a"] * 100_000}),
+    ],
+    ids=["prompts", "texts-of-a-prompt", "schema", "pieces", "text", "texts"],
+)
+def test_what_would_cost_minutes_or_gigabytes_is_refused_before_the_work(fake_server, path, body):
+    server = fake_server()
+    status, answer = server.post(path, body)
+    field = [*body][-1] if path == "/completion" else "content"
+    message = answer["error"]["message"]
+    assert status == 400 and " is outside " in message and f"'{field}" in message
+    server.assert_alive()

@@ -607,7 +607,7 @@ class TestStops:
 
 class TestLogitBias:
     model = SimpleNamespace(
-        info=SimpleNamespace(n_vocab=1000), tokenize=lambda text, special: list(text.encode())
+        info=SimpleNamespace(n_vocab=1000), tokenize=lambda text, special, name: list(text.encode())
     )
 
     @pytest.mark.parametrize(
