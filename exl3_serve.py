@@ -392,30 +392,33 @@ class Scanner:
     start. Whole pieces are held, and only while the held text, from some position on, is a proper
     prefix of some mark (with `glue`: white space and then such a prefix, also an empty one).
     A mark in `ids` is one token: it is recognised by that id alone, never by its text.
+    With `leading` a mark counts only where nothing but white space is held before it.
     """
 
-    def __init__(self, marks: Iterable[str], ids: dict[int, str] | None = None, glue: bool = False):
-        self.ids = ids or {}
+    def __init__(self, marks: Iterable[str], ids: dict[int, str] | None = None, glue=False):
+        marks = tuple(marks)
+        self.ids = {i: mark for i, mark in (ids or {}).items() if mark in marks}
         self.marks = tuple(mark for mark in marks if mark not in self.ids.values())
         self.firsts = frozenset(mark[0] for mark in self.marks)
-        self.glue = glue
+        self.glue, self.leading = glue, False
         self.held: list[Piece] = []
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> tuple[list[Piece], str, str]:
         """(pieces released, mark found or "", the text after the mark)."""
-        if self.ids and not self.ids.keys().isdisjoint(ids):
-            mark = next(self.ids[i] for i in ids if i in self.ids)
-            before, _, after = text.partition(mark)
-            self.held.append((before, ids))
-            return self._cut(sum(len(t) for t, _ in self.held)), mark, after
+        named = self.ids and not self.ids.keys().isdisjoint(ids)
         glued = self.glue and text[-1:].isspace()
-        if not (self.held or glued) and self.firsts.isdisjoint(text):
+        if not (self.held or glued or named) and self.firsts.isdisjoint(text):
             return [(text, ids)], "", ""
+        position = sum(len(t) for t, _ in self.held)
         self.held.append((text, ids))
         whole = "".join(t for t, _ in self.held)
-        ends = [(i + len(m), i, m) for m in self.marks if (i := whole.find(m)) >= 0]
-        if ends:
-            end, start, mark = min(ends)
+        marks = [(m, whole.find(m)) for m in self.marks]
+        if named:  # a token without a text stands at the end of its piece
+            mark = next(self.ids[i] for i in ids if i in self.ids)
+            marks = [(mark, position + (text + mark).find(mark))]
+        ends = [(start + len(mark), start, mark) for mark, start in marks if start >= 0]
+        end, start, mark = min(ends, default=(0, 0, ""))
+        if mark and not (self.leading and whole[:start].strip()):
             return self._cut(start), mark, whole[end:]
         return self._release(self._keep_from(whole)), "", ""
 
@@ -426,6 +429,10 @@ class Scanner:
 
     def _keep_from(self, whole: str) -> int:
         """The first position from which on the text may still become a mark."""
+        if self.leading:
+            start = whole.lstrip()
+            may_be = not start or any(mark.startswith(start) for mark in self.marks)
+            return 0 if may_be and len(whole) <= MAX_GLUED_SPACE else len(whole)
         longest = max(map(len, self.marks), default=1)
         starts = range(max(0, len(whole) - longest + 1), len(whole))
         likely = (i for i in starts if whole[i] in self.firsts)
@@ -464,63 +471,36 @@ class ThoughtSplitter:
     """
 
     def __init__(self, tags: ThinkTags, ids: dict[int, str], in_thought: bool) -> None:
-        self.openings = tags.openings
-        self.open_ids = {i: t for i, t in ids.items() if t in tags.openings}
-        self.by_id = set(self.open_ids.values())  # recognised by their ids alone
-        self.close = Scanner([tags.close], {i: t for i, t in ids.items() if t == tags.close}, True)
+        self.opening = Scanner(tags.openings, ids, glue=True)
+        self.opening.leading = True
+        self.close = Scanner([tags.close], ids, glue=True)
         self.in_thought = in_thought
         self.after_tag = in_thought  # white space that comes now goes with the tag
-        self.held: list[Piece] = []  # at the start of an answer: may still become an opening tag
         self.done = False  # the answer has begun: everything is content from here on
 
     def feed(self, text: str, ids: Sequence[int]) -> list[Part]:
         parts: list[Part] = []
         while text and not self.done:
-            if self.in_thought:
-                pieces, mark, text = self.close.feed(text, ids)
-                parts += self._trimmed("reasoning", pieces)
-                if mark:
-                    self.in_thought, self.after_tag, ids = False, True, ()
-            else:
-                text = self._lead(text, ids, parts)
-        if text:
-            parts.append(("content", text, ids))
-        return parts
+            scanner = self.close if self.in_thought else self.opening
+            pieces, mark, text = scanner.feed(text, ids)
+            parts += self._parts(pieces)
+            if mark:
+                self.in_thought, self.after_tag, ids = not self.in_thought, True, ()
+        return parts + ([("content", text, ids)] if text else [])
 
-    def _lead(self, text: str, ids: Sequence[int], parts: list[Part]) -> str:
-        """The start of an answer: what is left of the text when a thought opened."""
-        self.held.append((text, ids))
-        whole = "".join(t for t, _ in self.held)
-        start = whole.lstrip()
-        for opening in self.openings:
-            here = opening not in self.by_id or not self.open_ids.keys().isdisjoint(ids)
-            if start.startswith(opening) and here:
-                self.held, self.in_thought, self.after_tag = [], True, True
-                return start[len(opening) :]
-        may_open = any(o.startswith(start) for o in self.openings if o not in self.by_id)
-        if (start and not may_open) or len(whole) > MAX_GLUED_SPACE:
-            self._begin_answer(parts)
-        return ""
-
-    def _begin_answer(self, parts: list[Part]) -> None:
-        parts += self._trimmed("content", self.held)
-        self.held, self.done = [], True
-
-    def _trimmed(self, kind: str, pieces: list[Piece]) -> list[Part]:
-        parts = []
+    def _parts(self, pieces: list[Piece]) -> list[Part]:
+        kind, parts = "reasoning" if self.in_thought else "content", []
         for text, ids in pieces:
             if self.after_tag:
                 text = text.lstrip()
                 self.after_tag = not text
             if text:
                 parts.append((kind, text, ids))
+        self.done = bool(parts) and not self.in_thought
         return parts
 
     def finish(self) -> list[Part]:
-        parts = self._trimmed("reasoning", self.close.finish())
-        if not self.in_thought and not self.done:
-            self._begin_answer(parts)
-        return parts
+        return self._parts((self.close if self.in_thought else self.opening).finish())
 
 
 class Pipeline:
@@ -568,7 +548,7 @@ class Pipeline:
     def n_held(self) -> int:
         """Pieces that wait in a stage: their log-probabilities wait with them."""
         n = len(self.stop.held) if self.stop else 0
-        return n + (len(self.split.held) + len(self.split.close.held) if self.split else 0)
+        return n + (len(self.split.opening.held + self.split.close.held) if self.split else 0)
 
 
 # ==== Requests: from a checked body to jobs =======================================================
