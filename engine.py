@@ -38,7 +38,6 @@ Reading order: data, contract, fake, exllamav3 backend, engine thread.
 from __future__ import annotations
 
 import ast
-import asyncio
 import codecs
 import copy
 import importlib.util
@@ -51,6 +50,7 @@ import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace
+from asyncio import AbstractEventLoop
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -68,7 +68,7 @@ MAX_UNDELIVERED = 2  # batches the event loop may lag behind the engine thread (
 REQUEUE_TOKENS = 2048  # a job too big for its share of the cache takes it in rounds of this many
 FAKE_CHUNK = 512  # prompt tokens the fake engine takes per step, llama-server's n_ubatch
 MAX_GRAMMARS = 64  # compiled ones kept for the next request with the same
-RECOVERY_WINDOW_S = 60.0  # --recovery-attempts are counted within this time
+RECOVERY_WINDOW_S = 60.0  # Engine.max_recoveries are counted within this time
 
 # Sampling keys the engine understands: llama-server's names, each with the value that turns it off.
 NEUTRAL_SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -103,9 +103,8 @@ class ModelInfo:
     n_ctx: int  # tokens one request may use: prompt and answer together
     n_vocab: int
     engine: dict[str, Any]  # the `engine` block of /props
-    eos_ids: frozenset[
-        int
-    ]  # every token that ends an answer (config, tokenizer, generation config)
+    # every token that ends an answer (config, tokenizer, generation config)
+    eos_ids: frozenset[int]
     eos_id: int | None
     bos_id: int | None = None
     add_bos: bool = False  # the tokenizer puts BOS in front of a text
@@ -139,11 +138,11 @@ class Piece:
 
 
 class EndKind(Enum):
-    """How a job ended; the first three are `done` in the grammar above."""
+    """How a job ended; the first three are `done` above and have exllamav3's `eos_reason`."""
 
-    STOP = "eos"  # a stop token was generated
-    LIMIT = "limit"
-    GRAMMAR = "grammar"  # the grammar allows nothing more
+    STOP = "stop_token"
+    LIMIT = "max_new_tokens"
+    GRAMMAR = "end_filter"  # the grammar allows nothing more
     CANCELLED = "cancelled"
     FAILED = "failed"
 
@@ -179,8 +178,7 @@ class Job:
     on_update: Callable[[Update], None]
     id_task: int = -1
     id_slot: int = -1  # the slot held, -1 while waiting
-    submitted: float = 0.0  # time.perf_counter()
-    started: float = 0.0  # likewise; 0 until a slot was free
+    started: float = 0.0  # time.perf_counter(); 0 until a slot was free
     cancelled: bool = False  # no more updates are wanted but the end
     ended: bool = False
     last: Update | None = None  # the newest update that the engine made: for /slots
@@ -981,13 +979,14 @@ class Engine:
     submitted gets exactly one update with `end`; after the last end nothing is held.
     """
 
+    max_recoveries = 3  # within RECOVERY_WINDOW_S
+
     def __init__(
         self,
         backend: Backend,
         n_slots: int,
-        loop: asyncio.AbstractEventLoop,
-        recovery_attempts: int = 3,
-        on_fatal: Callable[[str], None] = lambda reason: None,
+        loop: AbstractEventLoop,
+        on_fatal: Callable[[str], Any],
     ) -> None:
         self.backend = backend
         self.slots: list[Job | None] = [None] * n_slots
@@ -997,10 +996,9 @@ class Engine:
         self.step_started = 0.0  # time.perf_counter() of the step under way; 0 between steps
         self._loop = loop
         self._on_fatal = on_fatal
-        self._recovery_attempts = recovery_attempts
-        self._recovery_times: deque[float] = deque()
+        self._recovery_times: list[float] = []
         self._ids = itertools.count()
-        self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
         self._updates: list[Update] = []  # of the pass under way
         self._wake = threading.Event()
         self._room = threading.Semaphore(MAX_UNDELIVERED)
@@ -1013,8 +1011,7 @@ class Engine:
     def submit(self, job: Job) -> None:
         """Queues a job. A dead engine fails it like any other, with the reason."""
         job.id_task = next(self._ids)
-        job.submitted = time.perf_counter()
-        self._command(self._enqueue, job)
+        self._command(self.waiting.append, job)
 
     def cancel(self, job: Job) -> None:
         """Wants no more of this job; harmless when it has ended or was cancelled before."""
@@ -1034,7 +1031,7 @@ class Engine:
         self.thread.join(timeout_s)
 
     def _command(self, action: Callable[..., None], *args: Any) -> None:
-        self._commands.append((action, args))
+        self._commands.append(partial(action, *args))
         self._wake.set()
 
     def _on_batch(self, updates: list[Update]) -> None:
@@ -1059,13 +1056,14 @@ class Engine:
         try:
             # 1) what the event loop asked for; 2) free slots; 3) one step, or housekeeping
             while self._commands:
-                action, args = self._commands.popleft()
-                action(*args)
+                self._commands.popleft()()
             if not self.fatal:
                 self._admit()
                 busy = self._step()
         except BaseException as exc:  # exllamav3's generator is broken; also a panic in Rust
             self._recover(exc)
+        while self.fatal and self.waiting:
+            self._end(self.waiting.popleft(), EndKind.FAILED, self.fatal)
         # 4) hand over, at most MAX_UNDELIVERED ahead of the event loop
         if self._updates:
             self._room.acquire()
@@ -1080,41 +1078,31 @@ class Engine:
         updates = self.backend.iterate()
         self.n_steps += 1
         for update in updates:
-            if not update.job.ended:
-                update.job.last = update
-                self._updates.append(update)
-                if update.end is not None:
-                    self._account(update.job)
+            self._tell(update)
         return True
 
-    def _account(self, job: Job) -> None:
-        """The job is over: its slot is free from this moment on."""
-        job.ended = True
-        if job.id_slot >= 0 and self.slots[job.id_slot] is job:
-            self.slots[job.id_slot] = None
-
-    def _end(self, job: Job, kind: EndKind, error: str = "", retry: bool = False) -> None:
-        if not job.ended:
-            self._account(job)
-            n = job.last.n_decoded if job.last else 0
-            self._updates.append(Update(job, end=kind, error=error, retry=retry, n_decoded=n))
-
-    def _enqueue(self, job: Job) -> None:
-        if job.cancelled:
-            self._end(job, EndKind.CANCELLED)
-        elif self.fatal:
-            self._end(job, EndKind.FAILED, self.fatal)
-        else:
-            self.waiting.append(job)
-
-    def _drop(self, job: Job) -> None:
+    def _tell(self, update: Update) -> None:
+        """Puts an update into the batch. After the last one of a job its slot is free."""
+        job = update.job
         if job.ended:
             return
-        self._end(job, EndKind.CANCELLED)
+        job.last = update
+        self._updates.append(update)
+        if update.end is not None:
+            job.ended = True
+            if job.id_slot >= 0:
+                self.slots[job.id_slot] = None
+
+    def _end(self, job: Job, kind: EndKind, error: str = "", retry: bool = False) -> None:
+        n = job.last.n_decoded if job.last else 0
+        self._tell(Update(job, end=kind, error=error, retry=retry, n_decoded=n))
+
+    def _drop(self, job: Job) -> None:
         if job in self.waiting:
             self.waiting.remove(job)
-        else:
+        elif not job.ended:
             self.backend.cancel(job)
+        self._end(job, EndKind.CANCELLED)
 
     def _inject(self, job: Job, text: str) -> None:
         if job in self.slots and not job.cancelled:
@@ -1140,24 +1128,17 @@ class Engine:
                 text = f"the engine failed and is being restarted: {exc}"
                 self._end(job, EndKind.FAILED, text, retry=True)
         now = time.perf_counter()
-        while self._recovery_times and self._recovery_times[0] < now - RECOVERY_WINDOW_S:
-            self._recovery_times.popleft()
-        if len(self._recovery_times) >= self._recovery_attempts:
-            self._die(f"{len(self._recovery_times)} restarts did not help: {exc}")
-            return
-        self._recovery_times.append(now)
-        self.n_recoveries += 1
+        recent = [t for t in self._recovery_times if t >= now - RECOVERY_WINDOW_S]
+        self._recovery_times = [*recent, now]
         try:
+            if len(recent) >= self.max_recoveries:
+                raise RuntimeError(f"{len(recent)} restarts did not help: {exc}")
+            self.n_recoveries += 1
             self.backend.rebuild()
         except Exception as again:  # out of memory, a dead CUDA context: nothing is left to try
-            self._die(f"restarting the generator failed: {again}")
-
-    def _die(self, reason: str) -> None:
-        self.fatal = reason
-        log.critical("fatal: %s", reason)
-        while self.waiting:
-            self._end(self.waiting.popleft(), EndKind.FAILED, reason)
-        self._loop.call_soon_threadsafe(self._on_fatal, reason)
+            self.fatal = f"the generator cannot be restarted: {again}"
+            log.critical("fatal: %s", self.fatal)
+            self._loop.call_soon_threadsafe(self._on_fatal, self.fatal)
 
 
 def load(args: Namespace, n_slots: int, argv: list[str], on_progress: Progress) -> Backend:

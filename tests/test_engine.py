@@ -67,10 +67,11 @@ class NoWaiting(threading.Semaphore):
         return True
 
 
-def by_hand(backend, n_slots, on_fatal=lambda reason: None, **options):
+def by_hand(backend, n_slots, on_fatal=lambda reason: None, max_recoveries=3):
     """An engine whose thread is not started: the test calls `_pass`."""
     with mock.patch.object(threading.Thread, "start"):
-        engine = eng.Engine(backend, n_slots, Loop(), on_fatal=on_fatal, **options)
+        engine = eng.Engine(backend, n_slots, Loop(), on_fatal=on_fatal)
+    engine.max_recoveries = max_recoveries
     engine._room = NoWaiting(eng.MAX_UNDELIVERED)
     return engine
 
@@ -245,7 +246,7 @@ class JobGrammar(RuleBasedStateMachine):
         super().__init__()
         self.backend = ScriptedBackend()
         self.deaths = []
-        self.engine = by_hand(self.backend, N_SLOTS, self.deaths.append, recovery_attempts=2)
+        self.engine = by_hand(self.backend, N_SLOTS, self.deaths.append, max_recoveries=2)
         self.backend.engine = self.engine
         self.loop = self.engine._loop
         self.listeners = []
@@ -477,7 +478,7 @@ def test_a_failed_rebuild_is_the_end_of_everything_and_no_busy_loop():
 
 def test_a_job_on_its_way_when_the_engine_dies_is_failed():
     backend = ScriptedBackend()
-    engine, one, late = by_hand(backend, 1, recovery_attempts=0), Listener(), Listener()
+    engine, one, late = by_hand(backend, 1, max_recoveries=0), Listener(), Listener()
     backend.engine, backend.faults["iterate"] = engine, RuntimeError("x")
     engine.submit(one.job)
     real_iterate = backend.iterate
@@ -494,7 +495,7 @@ def test_a_job_on_its_way_when_the_engine_dies_is_failed():
 
 def test_recoveries_are_limited_within_the_window_only():
     backend = ScriptedBackend()
-    engine = by_hand(backend, 1, recovery_attempts=2)
+    engine = by_hand(backend, 1, max_recoveries=2)
     backend.engine = engine
     with mock.patch.object(eng.time, "perf_counter") as clock:
         for now in (0.0, 10.0, 61.0, 75.0):  # never three within a minute
@@ -568,7 +569,7 @@ def test_a_real_loop_hears_of_all_jobs_and_the_thread_ends_when_asked():
     async def run():
         loop, listeners = asyncio.get_running_loop(), [Listener() for _ in range(8)]
         engine, left, over = (
-            eng.Engine(fake(["a", "b"]), 2, loop),
+            eng.Engine(fake(["a", "b"]), 2, loop, print),
             len(listeners),
             loop.create_future(),
         )
