@@ -55,7 +55,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any, Protocol
@@ -242,20 +242,6 @@ class Backend(Protocol):
 # ==== The fake engine =============================================================================
 
 
-@dataclass(slots=True)
-class _FakeRun:
-    """A running job of the fake: what is still to be said and what was taken of the prompt."""
-
-    job: Job
-    script: Iterator[Any]
-    n_done: int = 0  # prompt tokens taken
-    n_decoded: int = 0
-    time_started: float = 0.0
-    time_decode: float = 0.0
-    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
-    held_ids: list[int] = field(default_factory=list)
-
-
 class FakeBackend:
     """The contract without a model: one piece a step and job, on its own clock.
 
@@ -271,79 +257,82 @@ class FakeBackend:
         """`args`: `fake_delay` seconds a step, `fake_script` a path or None, `cache_size`."""
         self.delay_s = args.fake_delay
         self.script = json.loads(Path(args.fake_script).read_text()) if args.fake_script else None
-        self.runs: dict[int, _FakeRun] = {}
+        self.runs: dict[Job, Iterator[Update]] = {}
+        self.step_started = 0.0
         self.said: dict[bytes, int] = {}  # the ids of pieces
         engine = {"name": "fake", "server_pid": os.getpid()}
         eos = frozenset([self.EOS])
         self.info = ModelInfo(model_dir, args.cache_size, self.N_VOCAB, engine, eos, self.EOS)
 
     def submit(self, job: Job) -> None:
-        job.handle = run = _FakeRun(job, self._script_for(job.params))
-        self.runs[job.id_task] = run
+        job.handle = deque()  # texts to inject
+        self.runs[job] = self._run(job)
 
-    def _script_for(self, params: GenerationParams) -> Iterator[Any]:
-        items, n = self.script, len(params.prompt_ids)
+    def _script_of(self, job: Job) -> Iterator[Any]:
+        """What a job says, item by item: an injected text as soon as there is one."""
+        items, ids = self.script, job.params.prompt_ids
         if items is None:
             text = "This is the fake engine of exl3-serve: no model is loaded. Your prompt has "
-            text += f"{n} tokens and the sum of their ids is {sum(params.prompt_ids)}."
+            text += f"{len(ids)} tokens and the sum of their ids is {sum(ids)}."
             items = re.findall(r"^\S+|\s\S+", text)
-        return itertools.cycle(items) if params.ignore_eos else iter(items)
+        script = itertools.cycle(items) if job.params.ignore_eos else iter(items)
+        while job.params.max_tokens:
+            yield job.handle.popleft() if job.handle else next(script, {"end": "stop"})
+        yield {"end": "length"}
 
     def cancel(self, job: Job) -> None:
-        self.runs.pop(job.id_task, None)
+        self.runs.pop(job, None)
 
     def iterate(self) -> list[Update]:
-        now = time.perf_counter()
-        for run in self.runs.values():
-            run.time_started = run.time_started or now
+        self.step_started = time.perf_counter()
         if self.delay_s:
             time.sleep(self.delay_s)
-        updates = [self._step(run, now) for run in self.runs.values()]
+        updates = [next(run) for run in self.runs.values()]
         for update in updates:
             if update.end is not None:
-                del self.runs[update.job.id_task]
+                del self.runs[update.job]
         return updates
 
-    def _step(self, run: _FakeRun, step_start: float) -> Update:
-        """A chunk of the prompt or one piece, never both: the two clocks must not share a step."""
-        n_prompt = len(run.job.params.prompt_ids)
-        update = Update(run.job, started=run.n_done == 0)
-        if run.n_done < n_prompt:
-            update.progress = run.n_done = min(n_prompt, run.n_done + FAKE_CHUNK)
-        else:
-            run.time_decode = run.time_decode or step_start
-            self._decode(run, update)
-        now = time.perf_counter()
-        update.prompt_s = (run.time_decode or now) - run.time_started
-        update.n_decoded = run.n_decoded
-        update.predicted_s = now - run.time_decode if run.n_decoded else 0.0
-        return update
+    def _run(self, job: Job) -> Iterator[Update]:
+        """The life of a job, a step each time it is resumed; not resumed after the end.
 
-    def _decode(self, run: _FakeRun, update: Update) -> None:
-        params = run.job.params
-        item = next(run.script, {"end": "stop"}) if params.max_tokens else {"end": "length"}
-        data, ids = b"", []
-        match item:
-            case {"error": text}:
-                update.end, update.error = EndKind.FAILED, text
-                return
-            case {"end": "length"}:
+        A chunk of the prompt or one piece, never both: the two clocks must not share a step.
+        """
+        params, n_prompt, started = job.params, len(job.params.prompt_ids), self.step_started
+        for n in range(0, n_prompt, FAKE_CHUNK):
+            prompt_s = time.perf_counter() - started
+            yield Update(job, n == 0, min(n_prompt, n + FAKE_CHUNK), prompt_s=prompt_s)
+        decode_started = self.step_started
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        n_said, ids = (
+            0,
+            list[int](),
+        )  # tokens in pieces, and those since that are no whole character
+        for item in self._script_of(job):
+            update, data = Update(job, prompt_s=decode_started - started), b""
+            match item:
+                case {"error": text}:
+                    update.end, update.error, ids = EndKind.FAILED, text, []
+                case {"end": "length"}:
+                    update.end = EndKind.LIMIT
+                case {"end": _}:
+                    update.end, ids = EndKind.STOP, [*ids, self.EOS]
+                case _:
+                    hexed = isinstance(item, dict)
+                    data = bytes.fromhex(item["hex"]) if hexed else str(item).encode()
+                    ids = [*ids, self._id_of(data)]
+            update.n_decoded = n_said + len(ids)
+            if update.end is None and update.n_decoded >= params.max_tokens:
                 update.end = EndKind.LIMIT
-            case {"end": _}:
-                update.end, ids = EndKind.STOP, [self.EOS]
-            case _:
-                data = bytes.fromhex(item["hex"]) if isinstance(item, dict) else str(item).encode()
-                ids = [self._id_of(data)]
-        run.n_decoded += len(ids)
-        if update.end is None and run.n_decoded >= params.max_tokens:
-            update.end = EndKind.LIMIT
-        text = run.decoder.decode(data, final=update.end is not None)
-        run.held_ids += ids
-        if run.held_ids and (text or update.end is not None):
-            probs = [(1.0, [(i, 1.0)][: params.n_probs]) for i in run.held_ids]
-            shown = probs if params.n_probs >= 0 else None
-            update.pieces.append(Piece(text, run.held_ids, run.n_decoded, shown))
-            run.held_ids = []
+            text = decoder.decode(data, final=update.end is not None)
+            if ids and (text or update.end is not None):
+                probs = [(1.0, [(i, 1.0)][: params.n_probs]) for i in ids]
+                shown = probs if params.n_probs >= 0 else None
+                update.pieces.append(Piece(text, ids, update.n_decoded, shown))
+                n_said, ids = update.n_decoded, []
+            if update.n_decoded:
+                update.predicted_s = time.perf_counter() - decode_started
+            yield update
 
     def remaining(self) -> int:
         return len(self.runs)
@@ -352,7 +341,7 @@ class FakeBackend:
         return False
 
     def inject(self, job: Job, text: str) -> None:
-        job.handle.script = itertools.chain([text], job.handle.script)
+        job.handle.append(text)
 
     def rebuild(self) -> None:
         self.runs.clear()
@@ -387,28 +376,24 @@ class FakeBackend:
 # ==== exllamav3 ===================================================================================
 
 
-def add_model_args(parser: ArgumentParser) -> bool:
+def add_model_args(parser: ArgumentParser) -> None:
     """Adds exllamav3's own flags to `parser`, exactly as the installed version defines them.
 
     `model_init.add_args` is taken out of the installed source and run alone, because importing
-    exllamav3 can compile CUDA code for minutes. False when exllamav3 is not installed: then only
-    the two flags that the fake engine understands are there.
+    exllamav3 can compile CUDA code for minutes. Where exllamav3 is not installed there are only
+    the two flags that the fake engine understands.
     """
     spec = importlib.util.find_spec("exllamav3")
     if spec is None or spec.origin is None:
         parser.add_argument("-m", "--model_dir", help="Path to model directory")
         parser.add_argument("-cs", "--cache_size", type=int, default=32768, help="n_ctx in tokens")
-        return False
-    source = (Path(spec.origin).parent / "model_init.py").read_text(encoding="utf-8")
-    tree = ast.parse(source)
+        return
+    tree = ast.parse(Path(spec.origin).with_name("model_init.py").read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if getattr(node, "name", "") == "add_args"]
     names: dict[str, Any] = {"ArgumentParser": ArgumentParser}
     exec(compile(tree, "model_init.py", "exec"), names)
     names["add_args"](parser, default_cache_size=32768, add_draft_model_args=True)
-    for action in parser._actions:
-        if action.dest == "model_dir":
-            action.required = False  # --fake needs none; main() asks for it otherwise
-    return True
+    parser._option_string_actions["-m"].required = False  # --fake needs none; main() asks otherwise
 
 
 def _check_grammar(kind: str, source: str, tokenizer: Any = None) -> None:
@@ -438,26 +423,26 @@ def make_sampler(params: GenerationParams, tokenizer: Any) -> Any:
     breakers = partial(s.dry_sequence_breaker_tokens, tokenizer, tuple(o["dry_sequence_breakers"]))
     rep, presence = o["repeat_penalty"], (o["presence_penalty"], o["frequency_penalty"])
     # name in llama-server's `samplers`, whether it does anything, the step
-    table: list[tuple[str, Any, Callable[[], Any]]] = [
+    early: list[tuple[str, Any, Callable[[], Any]]] = [
         ("penalties", last_n and rep != 1.0, lambda: s.SS_RepP(rep, last_n, 0)),
         ("penalties", last_n and any(presence), lambda: s.SS_PresFreqP(*presence, last_n, 0)),
         ("dry", dry[0] and dry_n, lambda: s.SS_DRY(*dry, breakers())),
-        ("top_k", o["top_k"] > 0, lambda: s.SS_TopK(o["top_k"])),
-        ("top_p", o["top_p"] < 1, lambda: s.SS_TopP(o["top_p"])),
-        ("min_p", o["min_p"] > 0, lambda: s.SS_MinP(o["min_p"])),
-        ("xtc", xtc[0] > 0 and xtc[1] <= 0.5, lambda: s.SS_XTC(*xtc, [])),
-        ("temperature", o["temperature"] != 1.0, lambda: s.SS_Temperature(o["temperature"])),
     ]
-    # exllamav3 takes biases and penalties on untouched logits only, so they always come first
-    early = [name for name in ("penalties", "dry") if name in o["samplers"]]
-    late = [name for name in o["samplers"] if name not in ("penalties", "dry")]
-    greedy = o["temperature"] <= 0
-    order = early if greedy else early + late
+    late: dict[str, tuple[Any, Callable[[], Any]]] = {
+        "top_k": (o["top_k"] > 0, lambda: s.SS_TopK(o["top_k"])),
+        "top_p": (o["top_p"] < 1, lambda: s.SS_TopP(o["top_p"])),
+        "min_p": (o["min_p"] > 0, lambda: s.SS_MinP(o["min_p"])),
+        "xtc": (xtc[0] > 0 and xtc[1] <= 0.5, lambda: s.SS_XTC(*xtc, [])),
+        "temperature": (o["temperature"] != 1.0, lambda: s.SS_Temperature(o["temperature"])),
+    }
     stack = [s.SS_LogitBias(params.logit_bias)] if params.logit_bias else []
-    stack += [make() for name in order for row, on, make in table if row == name and on]
-    if greedy:
-        stack.append(s.SS_Argmax())
-    elif 0 <= o["adaptive_target"] < 1:
+    # exllamav3 takes biases and penalties on untouched logits only, so they always come first
+    stack += [make() for name, on, make in early if on and name in o["samplers"]]
+    if o["temperature"] <= 0:
+        return s.CustomSampler([*stack, s.SS_Argmax()])
+    steps = [late[name] for name in o["samplers"] if name in late]
+    stack += [make() for on, make in steps if on]
+    if 0 <= o["adaptive_target"] < 1:
         stack.append(s.SS_AdaptiveP(o["adaptive_target"], o["adaptive_decay"]))
     else:
         stack.append(s.SS_Sample())
@@ -467,7 +452,6 @@ def make_sampler(params: GenerationParams, tokenizer: Any) -> Any:
 # model_init's arguments that its init() leaves to the Generator, under the Generator's own names
 GENERATOR_OPTIONS = "num_draft_tokens ngram_match_min ngram_corpus hybrid_draft_tokens".split()
 GENERATOR_OPTIONS += "draft_confidence sparse_draft_head disk_cache_dir".split()
-GENERATOR_PARTS = ("model", "cache", "tokenizer", "draft_model", "draft_cache")
 GENERATOR_GIB_OPTIONS = "cpu_cache_size disk_cache_size recurrent_cache_size".split()
 
 
@@ -489,11 +473,13 @@ class Exl3Backend:
             args.num_draft_tokens = 1
         args.autosplit_max_batch_size = max(args.autosplit_max_batch_size, n_slots)
         loaded = model_init.init(args, callback=on_progress)
-        self.model, self.config, self.cache, self.tokenizer = loaded[:4]
-        self.draft_model, _, self.draft_cache = loaded[4:]
+        model, _, cache, self.tokenizer, draft, _, draft_cache = loaded
+        self.parts = {"model": model, "cache": cache, "draft_model": draft}
+        self.parts["draft_cache"] = draft_cache
         self.args = args
         self.n_slots = n_slots
-        self._grammars: dict[tuple[str, str, int | None], Any] = {}
+        # encode() keeps its option on the object, so each value of it has one: no lock needed
+        self.plain_tokenizer = type(self.tokenizer).from_config(self.tokenizer.config)
         self.rebuild()
         served = self.generator.max_batch_size
         if served < n_slots:
@@ -504,16 +490,15 @@ class Exl3Backend:
         tok = self.tokenizer
         shown, hidden = tok.get_id_to_piece_list(True), tok.get_id_to_piece_list(False)
         special = [i for i, piece in enumerate(shown) if piece != hidden[i]]
-        eos_ids = {*(self.config.eos_token_id_list or []), tok.eos_token_id} - {None}
+        eos_ids = {*(tok.config.eos_token_id_list or []), tok.eos_token_id} - {None}
         named, n_draft = self.args.draft_model_dir, self.generator.max_draft_tokens
         drafter = "mtp" if self.args.mtp else Path(named).name if named else "n-gram"
         draft = {"model": drafter, "n_max": n_draft} if n_draft else None
-        loaded = (self.model, self.cache, self.draft_model, self.draft_cache)
         return ModelInfo(
             model_dir=os.path.abspath(self.args.model_dir),
             n_ctx=self.generator.max_total_tokens - n_draft,
             n_vocab=tok.actual_vocab_size,
-            engine=engine_block(self.args.model_dir, argv, draft, *loaded),
+            engine=engine_block(self.args.model_dir, argv, draft, *self.parts.values()),
             eos_ids=frozenset(eos_ids),
             eos_id=tok.eos_token_id,
             bos_id=tok.bos_token_id,
@@ -532,14 +517,13 @@ class Exl3Backend:
             old.close()
         options = {name: getattr(self.args, name) for name in GENERATOR_OPTIONS}
         sizes = {name: int(getattr(self.args, name) * 1024**3) for name in GENERATOR_GIB_OPTIONS}
-        own = {name: getattr(self, name) for name in GENERATOR_PARTS}
         self.generator = Generator(
             max_batch_size=self.n_slots,
             max_chunk_size=self.args.chunk_size,
             dynamic_draft_tokens=self.args.dynamic_draft,
-            **own | options | sizes,
+            tokenizer=self.tokenizer,
+            **self.parts | options | sizes,
         )
-        self._jobs: dict[int, Job] = {}
 
     def submit(self, job: Job) -> None:
         import torch
@@ -565,97 +549,81 @@ class Exl3Backend:
             banned_strings=p.banned_strings or None,
         )
         self.generator.enqueue(job.handle)
-        self._jobs[job.id_task] = job
 
     def cancel(self, job: Job) -> None:
         self.generator.cancel(job.handle)
-        self._jobs.pop(job.id_task, None)
 
     def iterate(self) -> list[Update]:
-        updates: dict[int, Update] = {}
+        updates: dict[Job, Update] = {}
         for result in self.generator.iterate():
             job: Job = result["job"].identifier
-            update = updates.get(job.id_task) or updates.setdefault(job.id_task, Update(job))
-            self.ROUTES[result["stage"]](self, update, result)
+            self._take(updates.setdefault(job, Update(job)), result)
         now = time.time()  # exllamav3's clock
         for update in updates.values():
             self._figures(update, now)
-            if update.end is not None:
-                self._jobs.pop(update.job.id_task, None)
         return list(updates.values())
 
-    def _on_started(self, update: Update, result: dict[str, Any]) -> None:
-        update.started = not update.job.n_decoded  # later rounds of a job start again
-
-    def _on_prefill(self, update: Update, result: dict[str, Any]) -> None:
-        if not update.job.n_decoded:
-            update.progress = result["curr_progress"]
-
-    def _on_error(self, update: Update, result: dict[str, Any]) -> None:
-        log.error("job %d failed", update.job.id_task, exc_info=result["error"])
-        update.end, update.error = EndKind.FAILED, f"the engine failed: {result['error']}"
-
-    def _on_streaming(self, update: Update, result: dict[str, Any]) -> None:
-        job, ids = update.job, result.get("token_ids")
-        if ids is not None and job.params.max_tokens > 0:
-            self._add_piece(update, result.get("text", ""), ids.tolist()[0], result)
-        if job.pending_filters and job.handle.forced_ids is None:
-            job.pending_filters = False
-            job.handle.set_filters([job.params.grammar])
-        if result["eos"]:
-            self._on_eos(update, result)
-
-    def _add_piece(self, update: Update, text: str, ids: list[int], result: dict[str, Any]) -> None:
+    def _take(self, update: Update, result: dict[str, Any]) -> None:
         job = update.job
+        match result["stage"]:
+            case "started":
+                update.started = not job.n_decoded  # later rounds of a job start again
+            case "prefill" if not job.n_decoded:
+                update.progress = result["curr_progress"]
+            case "error":
+                log.error("job %d failed", job.id_task, exc_info=result["error"])
+                update.end, update.error = EndKind.FAILED, f"the engine failed: {result['error']}"
+            case "streaming":
+                self._add_piece(update, result, result.get("text", ""))
+                if job.pending_filters and job.handle.forced_ids is None:
+                    job.pending_filters = False
+                    job.handle.set_filters([job.params.grammar])
+                if result["eos"]:
+                    self._take_end(update, result)
+
+    def _take_end(self, update: Update, result: dict[str, Any]) -> None:
+        update.end = EndKind(result["eos_reason"])
+        if update.end is EndKind.GRAMMAR and update.job.params.grammar._matcher.is_error():
+            reason = update.job.params.grammar._matcher.get_error()
+            update.end, update.error = EndKind.FAILED, f"the grammar failed: {reason[:200]}"
+        held = result.get("held", {})
+        if "token_ids" in held:
+            # The stop token, perhaps behind a character that stays incomplete
+            self._add_piece(update, held, self.decode(held["token_ids"].tolist()[0][:-1]))
+
+    def _add_piece(self, update: Update, result: dict[str, Any], text: str) -> None:
+        job, params = update.job, update.job.params
+        if "token_ids" not in result or params.max_tokens == 0:
+            return
+        ids = result["token_ids"].tolist()[0]
         job.n_decoded += len(ids)
-        hidden = ids[-1] in self.info.special_ids and ids[-1] not in job.params.visible_ids
-        if hidden and len(ids) == 1:
+        if len(ids) == 1 and ids[0] in self.info.special_ids and ids[0] not in params.visible_ids:
             text = ""
         probs = None
-        if job.params.n_probs >= 0:
-            names = ("top_k_tokens", "top_k_probs") if job.params.n_probs else ()
+        if params.n_probs >= 0:
+            names = ("top_k_tokens", "top_k_probs") if params.n_probs else ()
             rows = [result[name].tolist()[0] for name in names] or [[[]] * len(ids)] * 2
             tops = [list(zip(*pair, strict=True)) for pair in zip(*rows, strict=True)]
             probs = list(zip(result["token_probs"].tolist()[0], tops, strict=True))
         update.pieces.append(Piece(text, ids, job.n_decoded, probs))
 
-    ENDS = {"stop_token": EndKind.STOP, "max_new_tokens": EndKind.LIMIT}
-    ENDS |= {"end_filter": EndKind.GRAMMAR}
-
-    def _on_eos(self, update: Update, result: dict[str, Any]) -> None:
-        job = update.job
-        update.end = self.ENDS[result["eos_reason"]]
-        if update.end is EndKind.GRAMMAR and job.params.grammar._matcher.is_error():
-            reason = job.params.grammar._matcher.get_error()
-            update.end, update.error = EndKind.FAILED, f"the grammar failed: {reason[:200]}"
-        held = result.get("held")
-        if held and "token_ids" in held and job.params.max_tokens > 0:
-            # The stop token, perhaps behind a character that stays incomplete
-            ids = held["token_ids"].tolist()[0]
-            self._add_piece(update, self.decode(ids[:-1]) if len(ids) > 1 else "", ids, held)
-
-    ROUTES = {"started": _on_started, "prefill": _on_prefill}
-    ROUTES |= {"streaming": _on_streaming, "error": _on_error}
-
     def _figures(self, update: Update, now: float) -> None:
         """What is true of a job at the end of this step, `now` on exllamav3's clock."""
-        job, h = update.job, update.job.handle
+        h, first = update.job.handle, update.job.handle.time_first_token
         # Several rounds of a job: the cache counts in the first, the times add up
-        cached = h.rq_cached[1] if h.rq_cached else h.cached_pages * 256 + h.cached_tokens
-        prompt_s, predicted_s, first = h.time_prefill, h.time_generate, h.time_first_token
+        update.n_cached = h.rq_cached[1] if h.rq_cached else h.cached_pages * 256 + h.cached_tokens
+        update.prompt_s, update.predicted_s = h.time_prefill, h.time_generate
         if update.end is None and h.time_first_prefill is not None:
-            prompt_s += (first or now) - h.time_first_prefill
-            predicted_s += now - first if first else 0.0
-        update.n_cached, update.prompt_s, update.predicted_s = cached, prompt_s, predicted_s
-        update.n_decoded = h.rq_new_tokens + h.new_tokens if update.end else job.n_decoded
-        if job.params.max_tokens == 0:
+            update.prompt_s += (first or now) - h.time_first_prefill
+            update.predicted_s += now - first if first else 0.0
+        update.n_decoded = h.rq_new_tokens + h.new_tokens if update.end else update.job.n_decoded
+        if update.job.params.max_tokens == 0:
             update.n_decoded, update.predicted_s = 0, 0.0
-        if self.generator.max_draft_tokens:
-            update.n_draft_accepted = h.accepted_draft_tokens
-            update.n_draft = h.accepted_draft_tokens + h.rejected_draft_tokens
+        update.n_draft_accepted = h.accepted_draft_tokens
+        update.n_draft = h.accepted_draft_tokens + h.rejected_draft_tokens
 
     def remaining(self) -> int:
-        return len(self._jobs)
+        return self.generator.num_remaining_jobs()
 
     def idle(self) -> bool:
         if not self.generator.has_idle_work():
@@ -673,11 +641,6 @@ class Exl3Backend:
     def encode(self, text: str, special: bool) -> list[int]:
         tokenizer = self.tokenizer if special else self.plain_tokenizer
         return tokenizer.encode(text, encode_special_tokens=special)[0].tolist()
-
-    @cached_property
-    def plain_tokenizer(self) -> Any:
-        """encode() keeps its option on the object, so each value of it has one: no lock needed."""
-        return type(self.tokenizer).from_config(self.config)
 
     def decode(self, ids: Sequence[int]) -> str:
         import torch
@@ -698,27 +661,17 @@ class Exl3Backend:
         return self.tokenizer.single_id(text)
 
     def compile_grammar(self, kind: str, source: str, trigger_id: int | None) -> Any:
-        from exllamav3.generator.filter.llguidance import create_ll_tokenizer
-
-        key = (kind, source, trigger_id)
-        if key not in self._grammars:
-            _check_grammar(kind, source, create_ll_tokenizer(self.tokenizer))
-            if len(self._grammars) >= MAX_GRAMMARS:
-                self._grammars.clear()
-            options = {kind if kind == "json_schema" else f"{kind}_grammar": source}
-            self._grammars[key] = job_filter_class()(
-                self.tokenizer, trigger_token=trigger_id, eos_after_completed=True, **options
-            )
-        return self._grammars[key].for_one_job()
+        return compiled_grammar(self.tokenizer, kind, source, trigger_id).for_one_job()
 
 
-@lru_cache(1)
-def job_filter_class() -> Any:
-    """LLGuidanceFilter, but an error of the matcher ends its job alone, not the generator."""
-    import torch
-    from exllamav3.generator.filter.llguidance import LLGuidanceFilter
+@lru_cache(MAX_GRAMMARS)
+def compiled_grammar(tokenizer: Any, kind: str, source: str, trigger_id: int | None) -> Any:
+    """A constraint that copies of itself serve jobs from; BadGrammar as in the contract."""
+    from exllamav3.generator.filter.llguidance import LLGuidanceFilter, create_ll_tokenizer
 
     class JobFilter(LLGuidanceFilter):
+        """An error of the matcher ends its job alone, not the generator."""
+
         def _check_error(self) -> None:  # exllamav3 raises here, out of iterate()
             pass
 
@@ -729,12 +682,15 @@ def job_filter_class() -> Any:
             """The compiled grammar is shared, the state is not."""
             fresh = copy.copy(self)
             fresh._matcher = self._matcher.deep_copy()
-            fresh._bitmask = self._bitmask.copy()
-            fresh._bitmask_torch = torch.from_numpy(fresh._bitmask).unsqueeze(0)
+            fresh._bitmask_torch = self._bitmask_torch.clone()
+            fresh._bitmask = fresh._bitmask_torch.numpy()[0]
             fresh._journal = []
             return fresh
 
-    return JobFilter
+    _check_grammar(kind, source, create_ll_tokenizer(tokenizer))
+    options: dict[str, Any] = {kind if kind == "json_schema" else f"{kind}_grammar": source}
+    options |= {"trigger_token": trigger_id, "eos_after_completed": True}
+    return JobFilter(tokenizer, **options)
 
 
 # GPT-2's printable stand-ins for bytes, which byte-level BPE vocabularies are written in
@@ -982,11 +938,7 @@ class Engine:
     max_recoveries = 3  # within RECOVERY_WINDOW_S
 
     def __init__(
-        self,
-        backend: Backend,
-        n_slots: int,
-        loop: AbstractEventLoop,
-        on_fatal: Callable[[str], Any],
+        self, backend: Backend, n_slots: int, loop: AbstractEventLoop, on_fatal: Callable[..., Any]
     ) -> None:
         self.backend = backend
         self.slots: list[Job | None] = [None] * n_slots

@@ -392,7 +392,7 @@ def test_the_slot_of_a_cancelled_job_is_taken_in_the_same_pass():
     engine.cancel(first.job)
     engine._pass()
     assert engine.slots == [second.job]
-    assert second.job.handle.n_done == 2
+    assert second.job.last.progress == 2
 
 
 def test_only_the_end_is_heard_of_a_cancelled_job():
