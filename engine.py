@@ -46,17 +46,16 @@ import json
 import logging
 import os
 import re
-import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace
 from asyncio import AbstractEventLoop
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache, partial
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -184,7 +183,6 @@ class Job:
     last: Update | None = None  # the newest update that the engine made: for /slots
     n_decoded: int = 0  # the backend's own count
     handle: Any = None  # the backend's own object
-    pending_filters: bool = False  # the grammar waits until an injected text is through
 
 
 # ==== Contract ====================================================================================
@@ -411,42 +409,35 @@ def _check_grammar(kind: str, source: str, tokenizer: Any = None) -> None:
 def make_sampler(params: GenerationParams, tokenizer: Any) -> Any:
     """The exllamav3 sampler for these settings: llama-server's order and meanings.
 
-    Temperature 0 (or below) is greedy. Steps that are off are left out; exllamav3 inserts the
-    sorting and normalising between the others itself. One sampler serves one job: some keep state.
+    Temperature 0 (or below) is greedy. exllamav3 leaves out steps that do nothing, and inserts the
+    sorting and normalising between the others. One sampler serves one job: some keep state.
     """
     from exllamav3.generator import sampler as s
 
     o = NEUTRAL_SAMPLING | params.sampling
     last_n = o["repeat_last_n"] if o["repeat_last_n"] >= 0 else int(10e7)
-    dry_n, xtc = o["dry_penalty_last_n"], (o["xtc_probability"], o["xtc_threshold"])
-    dry = (o["dry_multiplier"], o["dry_base"], o["dry_allowed_length"], max(dry_n, 0))
-    breakers = partial(s.dry_sequence_breaker_tokens, tokenizer, tuple(o["dry_sequence_breakers"]))
-    rep, presence = o["repeat_penalty"], (o["presence_penalty"], o["frequency_penalty"])
-    # name in llama-server's `samplers`, whether it does anything, the step
-    early: list[tuple[str, Any, Callable[[], Any]]] = [
-        ("penalties", last_n and rep != 1.0, lambda: s.SS_RepP(rep, last_n, 0)),
-        ("penalties", last_n and any(presence), lambda: s.SS_PresFreqP(*presence, last_n, 0)),
-        ("dry", dry[0] and dry_n, lambda: s.SS_DRY(*dry, breakers())),
-    ]
-    late: dict[str, tuple[Any, Callable[[], Any]]] = {
-        "top_k": (o["top_k"] > 0, lambda: s.SS_TopK(o["top_k"])),
-        "top_p": (o["top_p"] < 1, lambda: s.SS_TopP(o["top_p"])),
-        "min_p": (o["min_p"] > 0, lambda: s.SS_MinP(o["min_p"])),
-        "xtc": (xtc[0] > 0 and xtc[1] <= 0.5, lambda: s.SS_XTC(*xtc, [])),
-        "temperature": (o["temperature"] != 1.0, lambda: s.SS_Temperature(o["temperature"])),
-    }
-    stack = [s.SS_LogitBias(params.logit_bias)] if params.logit_bias else []
     # exllamav3 takes biases and penalties on untouched logits only, so they always come first
-    stack += [make() for name, on, make in early if on and name in o["samplers"]]
+    stack = [s.SS_LogitBias(params.logit_bias)]
+    if "penalties" in o["samplers"]:
+        stack.append(s.SS_RepP(o["repeat_penalty"], last_n, 0))
+        stack.append(s.SS_PresFreqP(o["presence_penalty"], o["frequency_penalty"], last_n, 0))
+    if "dry" in o["samplers"] and o["dry_multiplier"] and o["dry_penalty_last_n"]:
+        breakers = s.dry_sequence_breaker_tokens(tokenizer, tuple(o["dry_sequence_breakers"]))
+        dry = (o["dry_multiplier"], o["dry_base"], o["dry_allowed_length"])
+        stack.append(s.SS_DRY(*dry, max(o["dry_penalty_last_n"], 0), breakers))
     if o["temperature"] <= 0:
         return s.CustomSampler([*stack, s.SS_Argmax()])
-    steps = [late[name] for name in o["samplers"] if name in late]
-    stack += [make() for on, make in steps if on]
-    if 0 <= o["adaptive_target"] < 1:
-        stack.append(s.SS_AdaptiveP(o["adaptive_target"], o["adaptive_decay"]))
-    else:
-        stack.append(s.SS_Sample())
-    return s.CustomSampler(stack)
+    others = {
+        "top_k": s.SS_TopK(o["top_k"]),
+        "top_p": s.SS_TopP(o["top_p"]),
+        "min_p": s.SS_MinP(o["min_p"]),
+        "xtc": s.SS_XTC(o["xtc_probability"], o["xtc_threshold"], []),
+        "temperature": s.SS_Temperature(o["temperature"]),
+    }
+    stack += [others[name] for name in o["samplers"] if name in others]
+    adaptive = 0 <= o["adaptive_target"] < 1
+    last = s.SS_AdaptiveP(o["adaptive_target"], o["adaptive_decay"]) if adaptive else s.SS_Sample()
+    return s.CustomSampler([*stack, last])
 
 
 # model_init's arguments that its init() leaves to the Generator, under the Generator's own names
@@ -474,10 +465,9 @@ class Exl3Backend:
         args.autosplit_max_batch_size = max(args.autosplit_max_batch_size, n_slots)
         loaded = model_init.init(args, callback=on_progress)
         model, _, cache, self.tokenizer, draft, _, draft_cache = loaded
-        self.parts = {"model": model, "cache": cache, "draft_model": draft}
-        self.parts["draft_cache"] = draft_cache
-        self.args = args
-        self.n_slots = n_slots
+        self.parts = {"model": model, "cache": cache}
+        self.parts |= {"draft_model": draft, "draft_cache": draft_cache}
+        self.args, self.n_slots = args, n_slots
         # encode() keeps its option on the object, so each value of it has one: no lock needed
         self.plain_tokenizer = type(self.tokenizer).from_config(self.tokenizer.config)
         self.rebuild()
@@ -489,8 +479,6 @@ class Exl3Backend:
     def _info(self, argv: list[str]) -> ModelInfo:
         tok = self.tokenizer
         shown, hidden = tok.get_id_to_piece_list(True), tok.get_id_to_piece_list(False)
-        special = [i for i, piece in enumerate(shown) if piece != hidden[i]]
-        eos_ids = {*(tok.config.eos_token_id_list or []), tok.eos_token_id} - {None}
         named, n_draft = self.args.draft_model_dir, self.generator.max_draft_tokens
         drafter = "mtp" if self.args.mtp else Path(named).name if named else "n-gram"
         draft = {"model": drafter, "n_max": n_draft} if n_draft else None
@@ -499,11 +487,11 @@ class Exl3Backend:
             n_ctx=self.generator.max_total_tokens - n_draft,
             n_vocab=tok.actual_vocab_size,
             engine=engine_block(self.args.model_dir, argv, draft, *self.parts.values()),
-            eos_ids=frozenset(eos_ids),
+            eos_ids=frozenset({*(tok.config.eos_token_id_list or []), tok.eos_token_id} - {None}),
             eos_id=tok.eos_token_id,
             bos_id=tok.bos_token_id,
             add_bos=tok.bos_token_id in tok.tokenizer.encode("x").ids[:1],
-            special_ids=frozenset(special),
+            special_ids=frozenset(i for i, piece in enumerate(shown) if piece != hidden[i]),
         )
 
     def rebuild(self) -> None:
@@ -517,13 +505,9 @@ class Exl3Backend:
             old.close()
         options = {name: getattr(self.args, name) for name in GENERATOR_OPTIONS}
         sizes = {name: int(getattr(self.args, name) * 1024**3) for name in GENERATOR_GIB_OPTIONS}
-        self.generator = Generator(
-            max_batch_size=self.n_slots,
-            max_chunk_size=self.args.chunk_size,
-            dynamic_draft_tokens=self.args.dynamic_draft,
-            tokenizer=self.tokenizer,
-            **self.parts | options | sizes,
-        )
+        options |= {"max_batch_size": self.n_slots, "max_chunk_size": self.args.chunk_size}
+        options |= {"dynamic_draft_tokens": self.args.dynamic_draft, "tokenizer": self.tokenizer}
+        self.generator = Generator(**self.parts | options | sizes)
 
     def submit(self, job: Job) -> None:
         import torch
@@ -546,7 +530,7 @@ class Exl3Backend:
             return_probs=p.n_probs >= 0,
             filters=[p.grammar] if p.grammar else [],
             identifier=job,
-            banned_strings=p.banned_strings or None,
+            banned_strings=p.banned_strings,
         )
         self.generator.enqueue(job.handle)
 
@@ -575,9 +559,9 @@ class Exl3Backend:
                 update.end, update.error = EndKind.FAILED, f"the engine failed: {result['error']}"
             case "streaming":
                 self._add_piece(update, result, result.get("text", ""))
-                if job.pending_filters and job.handle.forced_ids is None:
-                    job.pending_filters = False
-                    job.handle.set_filters([job.params.grammar])
+                h, grammar = job.handle, job.params.grammar
+                if grammar and h.filters_suspended and h.forced_ids is None:
+                    h.set_filters([grammar])  # an injected text is through
                 if result["eos"]:
                     self._take_end(update, result)
 
@@ -626,14 +610,11 @@ class Exl3Backend:
         return self.generator.num_remaining_jobs()
 
     def idle(self) -> bool:
-        if not self.generator.has_idle_work():
-            return False
         self.generator.idle_work()
-        return True
+        return self.generator.has_idle_work()
 
     def inject(self, job: Job, text: str) -> None:
         job.handle.constrain_output_now(text)
-        job.pending_filters = job.params.grammar is not None
 
     def close(self) -> None:
         self.generator.close()
@@ -823,7 +804,7 @@ def disk_facts(model_dir: str) -> dict[str, Any]:
     parts = {"bits": " {} bpw", "head_bits": " · head {}"} if method == "EXL3" else {}
     bits = [text.format(settings[key]) for key, text in parts.items() if key in settings]
     n_layers = number("num_hidden_layers")
-    end = sys.maxsize if n_layers is None else n_layers
+    end = inf if n_layers is None else n_layers
     apart = {k for k in tensors if NOT_TEXT.search(k) or int([*LAYER.findall(k), -1][0]) >= end}
     text = {k: tensors[k] for k in tensors if k not in apart}
     dense = text and not any(EXPERT.search(name) for name in text)  # whatever the config says
@@ -856,13 +837,14 @@ def _tensors_in(value: Any) -> Iterator[Any]:
             yield from _tensors_in(part)
 
 
-def _classified(module: Any, known: str | None) -> Iterator[tuple[Any, str]]:
-    """A module and all below it, each with the class of its weights."""
-    label = f"{type(module).__name__} {module.key}"
-    known = known or next((name for row, name in CLASS_OF_MODULE if re.search(row, label)), None)
-    yield module, known or "other"
-    for child in module.modules:
-        yield from _classified(child, known)
+def _classified(modules: Any, known: str | None = None) -> Iterator[tuple[Any, str]]:
+    """These modules and all below them, each with the class of its weights."""
+    for module in modules:
+        label = f"{type(module).__name__} {module.key}"
+        found = (name for row, name in CLASS_OF_MODULE if re.search(row, label))
+        name = known or next(found, None)
+        yield module, name or "other"
+        yield from _classified(module.modules, name)
 
 
 def placement(model: Any, cache: Any, draft: Any = None, draft_cache: Any = None) -> dict[str, Any]:
@@ -874,28 +856,26 @@ def placement(model: Any, cache: Any, draft: Any = None, draft_cache: Any = None
     """
     if model.loaded_tp:
         return {}
-    devices: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    devices: defaultdict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(CLASSES, 0))
     left: dict[int, int] = {}  # by address of a storage: its bytes that no tensor has taken yet
-    seen: set[int] = set()
-    walk = [pair for top in model.modules for pair in _classified(top, None)]
-    walk += [p for top in draft.modules for p in _classified(top, "other")] if draft else []
-    for module, name in walk:
+    held: dict[int, tuple[Any, str]] = {}  # by address: a tensor and its class
+    drafted = _classified(draft.modules, "other") if draft else ()
+    for module, name in itertools.chain(_classified(model.modules), drafted):
         # preallocated work buffers, shared by modules, are no weights
-        own = [held for key, held in vars(module).items() if not key.startswith("prealloc")]
+        own = [value for key, value in vars(module).items() if not key.startswith("prealloc")]
         for tensor in _tensors_in(own):
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                storage = tensor.untyped_storage()
-                free = left.setdefault(storage.data_ptr(), storage.nbytes())
-                left[storage.data_ptr()] = max(0, free - tensor.nbytes)
-                device = f"GPU{tensor.device.index}" if tensor.is_cuda else "CPU"
-                devices[device][name] += min(free, tensor.nbytes)
+            held.setdefault(tensor.data_ptr(), (tensor, name))
+    for tensor, name in held.values():
+        storage = tensor.untyped_storage()
+        free = left.setdefault(storage.data_ptr(), storage.nbytes())
+        left[storage.data_ptr()] = max(0, free - tensor.nbytes)
+        device = f"GPU{tensor.device.index}" if tensor.is_cuda else "CPU"
+        devices[device][name] += min(free, tensor.nbytes)
     caches = [c for c in (cache, draft_cache) if c]
     layers = [vars(x) for c in caches for x in (*c.layers.values(), *c.recurrent_layers.values())]
     kept = {t.data_ptr(): t.nbytes for t in _tensors_in(layers) if t.is_cuda}
     order = sorted(devices, key=lambda device: (device == "CPU", len(device), device))
-    listed = [(d, {name: devices[d][name] for name in CLASSES}) for d in order]
-    rows = [{"device": d, "bytes": sum(by.values()), "classes": by} for d, by in listed]
+    rows = [{"device": d, "bytes": sum(devices[d].values()), "classes": devices[d]} for d in order]
     return {"devices": rows, "vram_kv_bytes": sum(kept.values())}
 
 
@@ -1027,9 +1007,8 @@ class Engine:
         if not self.backend.remaining():
             return self.backend.idle()
         self.step_started = time.perf_counter()
-        updates = self.backend.iterate()
         self.n_steps += 1
-        for update in updates:
+        for update in self.backend.iterate():
             self._tell(update)
         return True
 
@@ -1075,10 +1054,9 @@ class Engine:
     def _recover(self, exc: BaseException) -> None:
         """Fails every job in a slot, rebuilds the generator; the waiting jobs go on after that."""
         log.error("the generator failed: %s", exc, exc_info=exc)
-        for job in list(self.slots):
-            if job is not None:
-                text = f"the engine failed and is being restarted: {exc}"
-                self._end(job, EndKind.FAILED, text, retry=True)
+        text = f"the engine failed and is being restarted: {exc}"
+        for job in filter(None, self.slots):
+            self._end(job, EndKind.FAILED, text, retry=True)
         now = time.perf_counter()
         recent = [t for t in self._recovery_times if t >= now - RECOVERY_WINDOW_S]
         self._recovery_times = [*recent, now]
@@ -1099,9 +1077,8 @@ def load(args: Namespace, n_slots: int, argv: list[str], on_progress: Progress) 
     `on_progress(n_loaded, n_modules)` is called from that thread. Raises LoadError or whatever
     exllamav3 raises for a model it cannot load.
     """
-    model_dir = os.path.abspath(args.model_dir) if args.model_dir else "fake"
     if args.fake:
-        return FakeBackend(args, model_dir)
+        return FakeBackend(args, os.path.abspath(args.model_dir) if args.model_dir else "fake")
     # GPU numbers as nvidia-smi shows them; only counts when set before torch
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     return Exl3Backend(args, n_slots, argv, on_progress)
