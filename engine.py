@@ -203,10 +203,7 @@ class Backend(Protocol):
         """One step: at most one update per job. Any exception means the generator has failed."""
 
     def remaining(self) -> int:
-        """Jobs submitted and not ended."""
-
-    def idle(self) -> bool:
-        """Does a little housekeeping; True when there is more of it."""
+        """Jobs submitted and not ended; without any, 1 while steps of housekeeping are left."""
 
     def inject(self, job: Job, text: str) -> None:
         """Makes `text` the job's next tokens; a grammar starts anew after them."""
@@ -228,6 +225,7 @@ class Backend(Protocol):
 
     def single_id(self, text: str) -> int | None:
         """* The id of the token whose text this is exactly, if there is one."""
+        return None
 
     def compile_grammar(self, kind: str, source: str, trigger_id: int | None) -> Any:
         """* A fresh constraint for one job; BadGrammar with the reason.
@@ -240,7 +238,7 @@ class Backend(Protocol):
 # ==== The fake engine =============================================================================
 
 
-class FakeBackend:
+class FakeBackend(Backend):
     """The contract without a model: one piece a step and job, on its own clock.
 
     Prompt tokens are the bytes of the prompt (ids 0-255), 256 ends an answer, ids above name the
@@ -256,7 +254,6 @@ class FakeBackend:
         self.delay_s = args.fake_delay
         self.script = json.loads(Path(args.fake_script).read_text()) if args.fake_script else None
         self.runs: dict[Job, Iterator[Update]] = {}
-        self.step_started = 0.0
         self.said: dict[bytes, int] = {}  # the ids of pieces
         engine = {"name": "fake", "server_pid": os.getpid()}
         eos = frozenset([self.EOS])
@@ -283,16 +280,11 @@ class FakeBackend:
 
     def iterate(self) -> list[Update]:
         self.step_started = time.perf_counter()
-        if self.delay_s:
-            time.sleep(self.delay_s)
-        updates = [next(run) for run in self.runs.values()]
-        for update in updates:
-            if update.end is not None:
-                del self.runs[update.job]
-        return updates
+        time.sleep(self.delay_s)
+        return [next(run) for run in list(self.runs.values())]
 
     def _run(self, job: Job) -> Iterator[Update]:
-        """The life of a job, a step each time it is resumed; not resumed after the end.
+        """The life of a job, a step each time it is resumed; it ends by leaving `runs`.
 
         A chunk of the prompt or one piece, never both: the two clocks must not share a step.
         """
@@ -302,10 +294,8 @@ class FakeBackend:
             yield Update(job, n == 0, min(n_prompt, n + FAKE_CHUNK), prompt_s=prompt_s)
         decode_started = self.step_started
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        n_said, ids = (
-            0,
-            list[int](),
-        )  # tokens in pieces, and those since that are no whole character
+        # tokens in pieces, and those since then that are no whole character
+        n_said, ids = 0, list[int]()
         for item in self._script_of(job):
             update, data = Update(job, prompt_s=decode_started - started), b""
             match item:
@@ -316,8 +306,7 @@ class FakeBackend:
                 case {"end": _}:
                     update.end, ids = EndKind.STOP, [*ids, self.EOS]
                 case _:
-                    hexed = isinstance(item, dict)
-                    data = bytes.fromhex(item["hex"]) if hexed else str(item).encode()
+                    data = item.encode() if isinstance(item, str) else bytes.fromhex(item["hex"])
                     ids = [*ids, self._id_of(data)]
             update.n_decoded = n_said + len(ids)
             if update.end is None and update.n_decoded >= params.max_tokens:
@@ -330,13 +319,12 @@ class FakeBackend:
                 n_said, ids = update.n_decoded, []
             if update.n_decoded:
                 update.predicted_s = time.perf_counter() - decode_started
+            if update.end is not None:
+                self.cancel(job)
             yield update
 
     def remaining(self) -> int:
         return len(self.runs)
-
-    def idle(self) -> bool:
-        return False
 
     def inject(self, job: Job, text: str) -> None:
         job.handle.append(text)
@@ -362,13 +350,9 @@ class FakeBackend:
             self.said.clear()
         return data[0] if len(data) == 1 else self.said.setdefault(data, 257 + len(self.said))
 
-    def single_id(self, text: str) -> int | None:
-        return None
-
     def compile_grammar(self, kind: str, source: str, trigger_id: int | None) -> Any:
         if importlib.util.find_spec("llguidance"):
             _check_grammar(kind, source)
-        return None
 
 
 # ==== exllamav3 ===================================================================================
@@ -458,13 +442,12 @@ class Exl3Backend:
 
     def __init__(self, args: Namespace, n_slots: int, argv: list[str], on_progress: Progress):
         """Loads the model; minutes. LoadError, or whatever exllamav3 raises, when it cannot."""
-        from exllamav3 import model_init
+        from exllamav3.model_init import init
 
         if args.mtp and args.num_draft_tokens is None:
             args.num_draft_tokens = 1
         args.autosplit_max_batch_size = max(args.autosplit_max_batch_size, n_slots)
-        loaded = model_init.init(args, callback=on_progress)
-        model, _, cache, self.tokenizer, draft, _, draft_cache = loaded
+        model, _, cache, self.tokenizer, draft, _, draft_cache = init(args, callback=on_progress)
         self.parts = {"model": model, "cache": cache}
         self.parts |= {"draft_model": draft, "draft_cache": draft_cache}
         self.args, self.n_slots = args, n_slots
@@ -514,9 +497,8 @@ class Exl3Backend:
         from exllamav3 import Job as Exl3Job
 
         p = job.params
-        n_prompt, n_new = len(p.prompt_ids), max(1, p.max_tokens)
-        share = self.generator.max_total_tokens // self.n_slots
-        too_big = n_prompt + n_new + 1 + self.generator.max_draft_tokens > share
+        n_new, share = max(1, p.max_tokens), self.generator.max_total_tokens // self.n_slots
+        too_big = len(p.prompt_ids) + n_new + 1 + self.generator.max_draft_tokens > share
         job.handle = Exl3Job(
             input_ids=torch.tensor([p.prompt_ids], dtype=torch.long),
             max_new_tokens=n_new,
@@ -538,17 +520,19 @@ class Exl3Backend:
         self.generator.cancel(job.handle)
 
     def iterate(self) -> list[Update]:
+        if not self.generator.num_remaining_jobs():
+            self.generator.idle_work()
+            return []
         updates: dict[Job, Update] = {}
         for result in self.generator.iterate():
             job: Job = result["job"].identifier
             self._take(updates.setdefault(job, Update(job)), result)
-        now = time.time()  # exllamav3's clock
         for update in updates.values():
-            self._figures(update, now)
+            self._figures(update)
         return list(updates.values())
 
     def _take(self, update: Update, result: dict[str, Any]) -> None:
-        job = update.job
+        job, h = update.job, update.job.handle
         match result["stage"]:
             case "started":
                 update.started = not job.n_decoded  # later rounds of a job start again
@@ -559,17 +543,13 @@ class Exl3Backend:
                 update.end, update.error = EndKind.FAILED, f"the engine failed: {result['error']}"
             case "streaming":
                 self._add_piece(update, result, result.get("text", ""))
-                h, grammar = job.handle, job.params.grammar
-                if grammar and h.filters_suspended and h.forced_ids is None:
-                    h.set_filters([grammar])  # an injected text is through
-                if result["eos"]:
-                    self._take_end(update, result)
-
-    def _take_end(self, update: Update, result: dict[str, Any]) -> None:
-        update.end = EndKind(result["eos_reason"])
-        if update.end is EndKind.GRAMMAR and update.job.params.grammar._matcher.is_error():
-            reason = update.job.params.grammar._matcher.get_error()
-            update.end, update.error = EndKind.FAILED, f"the grammar failed: {reason[:200]}"
+                if h.filters_suspended and h.forced_ids is None:
+                    h.set_filters(h.filters)  # an injected text is through, the grammar starts anew
+        if "eos_reason" in result:
+            update.end = EndKind(result["eos_reason"])
+        if update.end is EndKind.GRAMMAR and job.params.grammar._matcher.is_error():
+            reason = job.params.grammar._matcher.get_error()[:200]
+            update.end, update.error = EndKind.FAILED, f"the grammar failed: {reason}"
         held = result.get("held", {})
         if "token_ids" in held:
             # The stop token, perhaps behind a character that stays incomplete
@@ -591,15 +571,15 @@ class Exl3Backend:
             probs = list(zip(result["token_probs"].tolist()[0], tops, strict=True))
         update.pieces.append(Piece(text, ids, job.n_decoded, probs))
 
-    def _figures(self, update: Update, now: float) -> None:
-        """What is true of a job at the end of this step, `now` on exllamav3's clock."""
+    def _figures(self, update: Update) -> None:
+        """What is true of a job now, at the end of a step. exllamav3's clock is time.time()."""
         h, first = update.job.handle, update.job.handle.time_first_token
         # Several rounds of a job: the cache counts in the first, the times add up
         update.n_cached = h.rq_cached[1] if h.rq_cached else h.cached_pages * 256 + h.cached_tokens
         update.prompt_s, update.predicted_s = h.time_prefill, h.time_generate
         if update.end is None and h.time_first_prefill is not None:
-            update.prompt_s += (first or now) - h.time_first_prefill
-            update.predicted_s += now - first if first else 0.0
+            update.prompt_s += (first or time.time()) - h.time_first_prefill
+            update.predicted_s += time.time() - first if first else 0.0
         update.n_decoded = h.rq_new_tokens + h.new_tokens if update.end else update.job.n_decoded
         if update.job.params.max_tokens == 0:
             update.n_decoded, update.predicted_s = 0, 0.0
@@ -607,11 +587,7 @@ class Exl3Backend:
         update.n_draft = h.accepted_draft_tokens + h.rejected_draft_tokens
 
     def remaining(self) -> int:
-        return self.generator.num_remaining_jobs()
-
-    def idle(self) -> bool:
-        self.generator.idle_work()
-        return self.generator.has_idle_work()
+        return self.generator.num_remaining_jobs() or int(self.generator.has_idle_work())
 
     def inject(self, job: Job, text: str) -> None:
         job.handle.constrain_output_now(text)
@@ -624,9 +600,7 @@ class Exl3Backend:
         return tokenizer.encode(text, encode_special_tokens=special)[0].tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
-        import torch
-
-        return self.tokenizer.decode(torch.tensor(ids, dtype=torch.long), True)
+        return self.tokenizer.decode_(ids, True)
 
     def token_bytes(self, token_id: int) -> bytes:
         if piece := self.tokenizer.extended_id_to_piece.get(token_id):
@@ -642,12 +616,18 @@ class Exl3Backend:
         return self.tokenizer.single_id(text)
 
     def compile_grammar(self, kind: str, source: str, trigger_id: int | None) -> Any:
-        return compiled_grammar(self.tokenizer, kind, source, trigger_id).for_one_job()
+        fresh = copy.copy(compiled_grammar(self.tokenizer, kind, source, trigger_id))
+        # The compiled grammar is shared, the state is not
+        fresh._matcher = fresh._matcher.deep_copy()
+        fresh._bitmask_torch = fresh._bitmask_torch.clone()
+        fresh._bitmask = fresh._bitmask_torch.numpy()[0]
+        fresh._journal = []
+        return fresh
 
 
 @lru_cache(MAX_GRAMMARS)
 def compiled_grammar(tokenizer: Any, kind: str, source: str, trigger_id: int | None) -> Any:
-    """A constraint that copies of itself serve jobs from; BadGrammar as in the contract."""
+    """A constraint to copy for each job; BadGrammar with the reason."""
     from exllamav3.generator.filter.llguidance import LLGuidanceFilter, create_ll_tokenizer
 
     class JobFilter(LLGuidanceFilter):
@@ -659,19 +639,9 @@ def compiled_grammar(tokenizer: Any, kind: str, source: str, trigger_id: int | N
         def is_completed(self) -> bool:
             return self._matcher.is_stopped() or self._matcher.is_error()
 
-        def for_one_job(self) -> Any:
-            """The compiled grammar is shared, the state is not."""
-            fresh = copy.copy(self)
-            fresh._matcher = self._matcher.deep_copy()
-            fresh._bitmask_torch = self._bitmask_torch.clone()
-            fresh._bitmask = fresh._bitmask_torch.numpy()[0]
-            fresh._journal = []
-            return fresh
-
     _check_grammar(kind, source, create_ll_tokenizer(tokenizer))
-    options: dict[str, Any] = {kind if kind == "json_schema" else f"{kind}_grammar": source}
-    options |= {"trigger_token": trigger_id, "eos_after_completed": True}
-    return JobFilter(tokenizer, **options)
+    option = {kind if kind == "json_schema" else f"{kind}_grammar": source}
+    return JobFilter(tokenizer, trigger_token=trigger_id, eos_after_completed=True, **option)
 
 
 # GPT-2's printable stand-ins for bytes, which byte-level BPE vocabularies are written in
@@ -688,8 +658,8 @@ BYTE_OF_CHAR = {chr(b): b for b in PRINTABLE} | {chr(256 + i): b for i, b in enu
 
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as the safetensors crate has it
 
-# Options that say what is served and where, not how it behaves. Each takes a value (group 1).
-ADDRESS = re.compile(r"(?:-m|--model|--model[-_]dir|--host|--port|--api-key|--api-key-file)(=.*)?")
+# Options that say what is served and where, not how it behaves. Each takes a value.
+ADDRESS = "-m|--model|--model[-_]dir|--host|--port|--api-key|--api-key-file"
 
 # Tensors that are no part of the text model: towers for images and sound, what projects
 # them into it, MTP heads. (MTP layers numbered on after the last layer are told by their number.)
@@ -707,10 +677,6 @@ ROW_TABLE = re.compile(
 HEAD = re.compile(r"(?:^|\.)lm_head\.|^(?:head|output)\.")
 # These come with the weights of a quantized layer and are no parameters.
 AUX = re.compile(r"\.(?:suh|svh|su|sv|mcg|mul1|signs|weight_scale(?:_inv)?)$|_scales$")
-
-N_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-N_USED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_k")
-N_CTX = ("max_position_embeddings", "max_sequence_length", "model_max_length")
 
 # What the weights of a loaded module are for. The first row found in "ClassName key" decides, for
 # the module and all below it; none is "other". Keys are for classes that 1.6.5 does not have.
@@ -804,11 +770,12 @@ def disk_facts(model_dir: str) -> dict[str, Any]:
     parts = {"bits": " {} bpw", "head_bits": " · head {}"} if method == "EXL3" else {}
     bits = [text.format(settings[key]) for key, text in parts.items() if key in settings]
     n_layers = number("num_hidden_layers")
-    end = inf if n_layers is None else n_layers
-    apart = {k for k in tensors if NOT_TEXT.search(k) or int([*LAYER.findall(k), -1][0]) >= end}
-    text = {k: tensors[k] for k in tensors if k not in apart}
+    text = {k: t for k, t in tensors.items() if not NOT_TEXT.search(k)}
+    text = {k: t for k, t in text.items() if int([*LAYER.findall(k), -1][0]) < (n_layers or inf)}
     dense = text and not any(EXPERT.search(name) for name in text)  # whatever the config says
-    experts = (0, 0) if dense else (number(*N_EXPERTS), number(*N_USED))
+    n_experts = number("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    used = "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_k"
+    experts = (0, 0) if dense else (n_experts, number(*used))
     counts: list[Any] = [_n_params(name, tensors) for name in tensors]
     facts = {
         "format": method or None,
@@ -820,7 +787,7 @@ def disk_facts(model_dir: str) -> dict[str, Any]:
         "n_layers": n_layers,
         "n_experts": experts[0],
         "n_experts_used": experts[1],
-        "ctx_train": number(*N_CTX),
+        "ctx_train": number("max_position_embeddings", "max_sequence_length", "model_max_length"),
         "active_bytes_per_token": _active_bytes(text, *experts) if dense or all(experts) else None,
     }
     return {key: value for key, value in facts.items() if value is not None}
@@ -841,8 +808,7 @@ def _classified(modules: Any, known: str | None = None) -> Iterator[tuple[Any, s
     """These modules and all below them, each with the class of its weights."""
     for module in modules:
         label = f"{type(module).__name__} {module.key}"
-        found = (name for row, name in CLASS_OF_MODULE if re.search(row, label))
-        name = known or next(found, None)
+        name = known or next((n for row, n in CLASS_OF_MODULE if re.search(row, label)), None)
         yield module, name or "other"
         yield from _classified(module.modules, name)
 
@@ -881,13 +847,9 @@ def placement(model: Any, cache: Any, draft: Any = None, draft_cache: Any = None
 
 def behaviour_args(argv: Sequence[str]) -> list[str]:
     """The arguments that change what the server does: all but ADDRESS options and their values."""
-    kept, is_value = [], False
-    for arg in argv:
-        address = None if is_value else ADDRESS.fullmatch(arg)
-        if not is_value and address is None:
-            kept.append(arg)
-        is_value = address is not None and not address[1]
-    return kept
+    ended_by_nul = "".join(f"{arg}\0" for arg in argv)
+    kept = re.sub(rf"(?<![^\0])(?:{ADDRESS})[=\0][^\0]*\0?", "", ended_by_nul)
+    return kept.split("\0")[:-1]
 
 
 def engine_block(model_dir: str, argv: Sequence[str], draft: Any, *loaded: Any) -> dict[str, Any]:
@@ -924,11 +886,11 @@ class Engine:
         self.slots: list[Job | None] = [None] * n_slots
         self.waiting: deque[Job] = deque()
         self.fatal = ""  # why the engine is dead; empty while it is not
-        self.n_steps = self.n_recoveries = 0
+        self.n_steps = 0
+        self.recoveries: list[float] = []  # when the generator was restarted; time.perf_counter()
         self.step_started = 0.0  # time.perf_counter() of the step under way; 0 between steps
         self._loop = loop
         self._on_fatal = on_fatal
-        self._recovery_times: list[float] = []
         self._ids = itertools.count()
         self._commands: deque[Callable[[], None]] = deque()
         self._updates: list[Update] = []  # of the pass under way
@@ -947,9 +909,8 @@ class Engine:
 
     def cancel(self, job: Job) -> None:
         """Wants no more of this job; harmless when it has ended or was cancelled before."""
-        if not job.cancelled and not job.ended:
-            job.cancelled = True
-            self._command(self._drop, job)
+        job.cancelled = True
+        self._command(self._drop, job)
 
     def inject(self, job: Job, text: str) -> None:
         """Makes `text` the next tokens of a running job."""
@@ -983,34 +944,30 @@ class Engine:
 
     def _pass(self) -> bool:
         """One turn of the thread; False when there is nothing to do until somebody asks."""
-        self._updates, self.step_started = [], 0.0
-        busy = False
+        self._updates, self.step_started, busy = [], 0.0, False
         try:
-            # 1) what the event loop asked for; 2) free slots; 3) one step, or housekeeping
+            # 1) what the event loop asked for; 2) free slots; 3) one step
             while self._commands:
                 self._commands.popleft()()
             if not self.fatal:
                 self._admit()
-                busy = self._step()
+                busy = self.backend.remaining() > 0
+                if busy:
+                    self.step_started = time.perf_counter()
+                    self.n_steps += 1
+                    for update in self.backend.iterate():
+                        self._tell(update)
         except BaseException as exc:  # exllamav3's generator is broken; also a panic in Rust
             self._recover(exc)
         while self.fatal and self.waiting:
-            self._end(self.waiting.popleft(), EndKind.FAILED, self.fatal)
+            job = self.waiting.popleft()
+            self._tell(Update(job, end=EndKind.FAILED, error=self.fatal))
         # 4) hand over, at most MAX_UNDELIVERED ahead of the event loop
         if self._updates:
             self._room.acquire()
             if not self._closing:
                 self._loop.call_soon_threadsafe(self._on_batch, self._updates)
         return busy or bool(self._updates)
-
-    def _step(self) -> bool:
-        if not self.backend.remaining():
-            return self.backend.idle()
-        self.step_started = time.perf_counter()
-        self.n_steps += 1
-        for update in self.backend.iterate():
-            self._tell(update)
-        return True
 
     def _tell(self, update: Update) -> None:
         """Puts an update into the batch. After the last one of a job its slot is free."""
@@ -1024,16 +981,12 @@ class Engine:
             if job.id_slot >= 0:
                 self.slots[job.id_slot] = None
 
-    def _end(self, job: Job, kind: EndKind, error: str = "", retry: bool = False) -> None:
-        n = job.last.n_decoded if job.last else 0
-        self._tell(Update(job, end=kind, error=error, retry=retry, n_decoded=n))
-
     def _drop(self, job: Job) -> None:
         if job in self.waiting:
             self.waiting.remove(job)
         elif not job.ended:
             self.backend.cancel(job)
-        self._end(job, EndKind.CANCELLED)
+        self._tell(Update(job, end=EndKind.CANCELLED))
 
     def _inject(self, job: Job, text: str) -> None:
         if job in self.slots and not job.cancelled:
@@ -1049,21 +1002,21 @@ class Engine:
                 self.backend.submit(job)
             except (ValueError, AssertionError) as exc:
                 log.error("job %d was refused: %s", job.id_task, exc)
-                self._end(job, EndKind.FAILED, f"the engine refused the request: {exc}")
+                error = f"the engine refused the request: {exc}"
+                self._tell(Update(job, end=EndKind.FAILED, error=error))
 
     def _recover(self, exc: BaseException) -> None:
         """Fails every job in a slot, rebuilds the generator; the waiting jobs go on after that."""
         log.error("the generator failed: %s", exc, exc_info=exc)
         text = f"the engine failed and is being restarted: {exc}"
         for job in filter(None, self.slots):
-            self._end(job, EndKind.FAILED, text, retry=True)
+            self._tell(Update(job, end=EndKind.FAILED, error=text, retry=True))
         now = time.perf_counter()
-        recent = [t for t in self._recovery_times if t >= now - RECOVERY_WINDOW_S]
-        self._recovery_times = [*recent, now]
+        n_recent = sum(t >= now - RECOVERY_WINDOW_S for t in self.recoveries)
         try:
-            if len(recent) >= self.max_recoveries:
-                raise RuntimeError(f"{len(recent)} restarts did not help: {exc}")
-            self.n_recoveries += 1
+            if n_recent >= self.max_recoveries:
+                raise RuntimeError(f"{n_recent} restarts did not help: {exc}")
+            self.recoveries.append(now)
             self.backend.rebuild()
         except Exception as again:  # out of memory, a dead CUDA context: nothing is left to try
             self.fatal = f"the generator cannot be restarted: {again}"

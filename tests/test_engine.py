@@ -193,10 +193,6 @@ class ScriptedBackend:
     def remaining(self):
         return len(self.running)
 
-    def idle(self):
-        self._maybe_fail("idle")
-        return False
-
     def close(self):
         self.running.clear()
 
@@ -232,7 +228,7 @@ class ScriptedBackend:
 
 ACTIONS = st.sampled_from(["silent", "progress", "token", "tokens", "STOP", "LIMIT", "FAILED"])
 ERRORS = st.sampled_from([RuntimeError, ValueError, AssertionError, MemoryError])
-METHODS = st.sampled_from(["submit", "iterate", "cancel", "inject", "idle", "rebuild"])
+METHODS = st.sampled_from(["submit", "iterate", "cancel", "inject", "rebuild"])
 FAULTS = st.one_of(*[st.just({})] * 4, st.dictionaries(METHODS, ERRORS, max_size=2))
 N_SLOTS = 2
 
@@ -417,7 +413,7 @@ def test_a_job_that_fails_alone_leaves_the_others_alone():
         engine._pass()
         engine._loop.deliver_all()
     assert (one.word, two.word) == ("stf", "sttd")
-    assert engine.n_recoveries == 0
+    assert len(engine.recoveries) == 0
 
 
 def test_a_refused_job_fails_alone_with_the_reason():
@@ -442,7 +438,7 @@ def test_a_failed_step_fails_running_jobs_with_retry_and_not_the_waiting_ones():
     run_dry(engine, 10)
     assert one.word == "f" and one.heard[0].retry and "device lost" in one.heard[0].error
     assert two.word == "sd"
-    assert engine.n_recoveries == 1 and not engine.fatal
+    assert len(engine.recoveries) == 1 and not engine.fatal
 
 
 def test_a_job_cancelled_in_the_step_that_fails_has_one_end():
@@ -503,12 +499,12 @@ def test_recoveries_are_limited_within_the_window_only():
             engine.submit(Listener().job)
             backend.faults["iterate"] = RuntimeError("x")
             run_dry(engine, 5)
-        assert not engine.fatal and engine.n_recoveries == 4
+        assert not engine.fatal and len(engine.recoveries) == 4
         clock.return_value = 76.0
         engine.submit(Listener().job)
         backend.faults["iterate"] = RuntimeError("x")
         run_dry(engine, 5)
-        assert engine.fatal and engine.n_recoveries == 4
+        assert engine.fatal and len(engine.recoveries) == 4
 
 
 def test_injected_text_comes_next():
@@ -657,7 +653,7 @@ def eventful_run(engine):
 
 
 @pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for ever"])
-@pytest.mark.parametrize("method", ["submit", "iterate", "cancel", "inject", "idle"])
+@pytest.mark.parametrize("method", ["submit", "iterate", "cancel", "inject"])
 def test_after_any_fault_slots_are_free_and_the_next_job_is_right(method, for_ever):
     """Fail the first call, then the second, ... until a whole run meets no fault."""
     for n in range(1, 100):
@@ -922,6 +918,18 @@ def test_a_job_taken_in_rounds_still_starts_once(exl3_backend):
     assert long.heard[-1].n_decoded == 520 and long.end is EndKind.LIMIT
     assert other.heard[-1].n_decoded == 20
     assert long.word.count("s") == 1
+
+
+def test_housekeeping_goes_on_in_steps_while_there_is_no_job(exl3_backend):
+    left = ["some", "more", "the last"]
+    has_work = mock.patch.object(exl3_backend.generator, "has_idle_work", lambda: bool(left))
+    with has_work, mock.patch.object(exl3_backend.generator, "idle_work", left.pop):
+        engine = by_hand(exl3_backend, 1)
+        run_dry(engine)
+        assert engine.n_steps == 3 and not left
+        engine.submit(Listener(n=2, sampling={"temperature": 0}).job)
+        run_dry(engine)
+    assert engine.n_steps > 3 and not engine.recoveries
 
 
 def edge_values(field_rule):
