@@ -19,8 +19,8 @@ Life of a connection: State x what happens -> what is done, next state
     BODY        collect; whole: answer    (400, 408, 413)        400              408
                 the refusal, or           -> LINGERING
                 on_request -> ANSWERING
-    ANSWERING   read ahead, bounded       -> HEAD if bytes are   gone: drop       (has none)
-                                          there, else IDLE;
+    ANSWERING   read ahead, bounded       -> IDLE; goes on with  gone: drop       (has none)
+                                          what was read ahead;
                                           -> LINGERING if it
                                           said close
     LINGERING   discard                   -                      close            close
@@ -98,7 +98,6 @@ logger = logging.getLogger("exl3_serve.http")
 READ_BYTES = 32 * 1024  # one read, so also the most that is parsed in one turn of the loop
 READ_AHEAD_BYTES = 64 * 1024  # pipelined bytes kept while an answer is due; then reading pauses
 DRAIN_BYTES = 1024 * 1024  # body of a refused request that is read so as to keep the connection
-BACKLOG = 128  # connections that the kernel queues; nginx 511, Go takes net.core.somaxconn
 
 
 @dataclass(frozen=True)
@@ -159,8 +158,9 @@ class App(Protocol):
         """Added to every answer, errors and streams too."""
 
 
-# The table at the top of this file says what each is and what it does.
-State = enum.Enum("State", "IDLE HEAD BODY ANSWERING LINGERING CLOSED")
+# The table at the top of this file says what each is and what it does. CLOSED is not among them:
+# it is whenever transport.is_closing(), which also knows before us that a write has failed.
+State = enum.Enum("State", "IDLE HEAD BODY ANSWERING LINGERING")
 
 # ---- Pure functions ----------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
     """With SO_REUSEADDR, except on Windows, where that would let two servers share a port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
-    sock = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+    sock = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
     return sock
 
@@ -233,7 +233,7 @@ def _bind_unix(path: str) -> socket.socket:
         probe.setblocking(False)  # a live server with a full queue would block us
         if probe.connect_ex(path) == errno.ECONNREFUSED and pathlib.Path(path).is_socket():
             pathlib.Path(path).unlink()
-    return socket.create_server(path, family=socket.AF_UNIX, backlog=BACKLOG)
+    return socket.create_server(path, family=socket.AF_UNIX)
 
 
 # ---- Exchange ----------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class Exchange:
         self._raw = connection.h11.their_http_version == b"1.0" or request.method == "HEAD"
 
     def _is_due(self) -> bool:
-        return self._connection.exchange is self and self._connection.state is State.ANSWERING
+        return self._connection.exchange is self and not self._connection.transport.is_closing()
 
     def respond(self, response: Response) -> None:
         """The whole answer, in one transport.write."""
@@ -277,10 +277,10 @@ class Exchange:
     def write(self, data: bytes) -> None:
         """One chunk in one transport.write; nothing if data is empty. See "A slow reader"."""
         connection = self._connection
-        if not data or connection.exchange is not self or connection.state is not State.ANSWERING:
+        if not data or connection.exchange is not self or connection.transport.is_closing():
             return
         if connection.transport.get_write_buffer_size() > connection.limits.write_bytes:
-            return connection.drop()
+            return connection.transport.abort()
         # Chunks are what h11 would write (a test compares them), at a fifth of the time
         framed = connection.part(data) if self._raw else b"%x\r\n%b\r\n" % (len(data), data)
         connection.send(framed)
@@ -293,8 +293,6 @@ class Exchange:
 
 
 # ---- Connection --------------------------------------------------------------------------------
-
-READING = (State.IDLE, State.HEAD, State.BODY)
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -320,7 +318,7 @@ class Connection(asyncio.BufferedProtocol):
         self.enter(State.IDLE, self.limits.header_timeout)
         if len(self.server.connections) > self.limits.connections:
             self.refuse(503, "too many connections")
-            self.close()  # no lingering: that would hold the descriptor that is short
+            transport.close()  # no lingering: that would hold the descriptor that is short
 
     def enter(self, state: State, timeout: float = float("inf")) -> None:
         self.state, self.deadline = state, time.perf_counter() + timeout
@@ -334,10 +332,6 @@ class Connection(asyncio.BufferedProtocol):
         if self.state is State.LINGERING:
             return
         self.h11.receive_data(bytes(self.server.read_buffer[:nbytes]))
-        if self.state is State.IDLE:
-            self.enter(State.HEAD, self.limits.header_timeout)
-        if self.state is State.ANSWERING and len(self.h11.trailing_data[0]) > READ_AHEAD_BYTES:
-            self.transport.pause_reading()
         self.advance()
 
     def eof_received(self) -> bool:
@@ -345,13 +339,14 @@ class Connection(asyncio.BufferedProtocol):
         asyncio closes, once all that was written is sent. (With TLS it always does.)"""
         self.h11.receive_data(b"")
         self.advance()
-        return self.state in READING and self.transport.can_write_eof()
+        return self.state is not State.LINGERING and self.transport.can_write_eof()
 
     def advance(self) -> None:
         """Takes events from h11 until it wants more bytes or a request is complete: one a turn of
         the loop, so that a client that pipelines hundreds keeps nobody waiting."""
-        event: object = None
-        while self.state in READING and type(event) is not h11.EndOfMessage:
+        if self.state is State.IDLE and any(self.h11.trailing_data):
+            self.enter(State.HEAD, self.limits.header_timeout)
+        while self.state in (State.HEAD, State.BODY) and not self.transport.is_closing():
             if self.transport.get_write_buffer_size() > self.transport.get_write_buffer_limits()[1]:
                 return self.transport.pause_reading()  # resume_writing goes on
             try:
@@ -369,9 +364,15 @@ class Connection(asyncio.BufferedProtocol):
                 if self.h11.our_state is h11.SEND_RESPONSE:
                     self.refuse(500, "internal server error")
                 else:
-                    self.drop()
-        if self.state is State.ANSWERING and self.h11.trailing_data[1]:
-            self.drop()  # there was FIN: see "A vanished client"
+                    self.transport.abort()
+        if self.state is State.ANSWERING:  # see "A vanished client"
+            ahead, has_left = self.h11.trailing_data
+            if has_left:
+                self.transport.abort()
+            elif len(ahead) > READ_AHEAD_BYTES:
+                self.transport.pause_reading()
+            else:
+                self.transport.resume_reading()
 
     resume_writing = advance
 
@@ -380,7 +381,7 @@ class Connection(asyncio.BufferedProtocol):
         if isinstance(event, h11.Request):
             self.take_head(make_request(event))
         elif self.request is None:
-            self.close()  # ConnectionClosed, between requests
+            self.transport.close()  # ConnectionClosed, between requests
         elif isinstance(event, h11.Data):
             self.deadline += len(event.data) / self.limits.body_rate
             self.request.body += event.data
@@ -441,36 +442,20 @@ class Connection(asyncio.BufferedProtocol):
         """Sends the end of an answer; data is the last part of its body. Then what comes next."""
         self.send(head + self.part(data) + self.h11.send(h11.EndOfMessage()))
         self.exchange = self.request = self.refusal = None
-        if self.h11.our_state is not h11.DONE or not self.server.accepting:
-            return self.linger()
-        self.h11.start_next_cycle()
-        self.enter(State.IDLE, self.limits.idle_timeout)
-        if any(self.h11.trailing_data):
-            self.enter(State.HEAD, self.limits.header_timeout)
-            self.server.loop.call_soon(self.advance)
-
-    def linger(self) -> None:
-        """See "Who closes, and how"."""
-        self.enter(State.LINGERING, self.limits.linger_timeout)
-        self.transport.resume_reading()
-        # Reset since the last write (connection_lost follows); or TLS.
-        with contextlib.suppress(OSError, NotImplementedError):
-            self.transport.write_eof()
+        if self.h11.our_state is h11.DONE and self.server.accepting:
+            self.h11.start_next_cycle()
+            self.enter(State.IDLE, self.limits.idle_timeout)
+            self.server.loop.call_soon(self.advance)  # for what was read ahead
+        else:  # see "Who closes, and how"
+            self.enter(State.LINGERING, self.limits.linger_timeout)
+            self.transport.resume_reading()
+            # Reset since the last write (connection_lost follows); or TLS.
+            with contextlib.suppress(OSError, NotImplementedError):
+                self.transport.write_eof()
 
     # The end.
 
-    def close(self) -> None:
-        """Closes once all that was written is sent."""
-        self.enter(State.CLOSED)
-        self.transport.close()
-
-    def drop(self) -> None:
-        """Closes at once; unsent bytes are lost."""
-        self.enter(State.CLOSED)
-        self.transport.abort()
-
     def connection_lost(self, exc: Exception | None) -> None:
-        self.enter(State.CLOSED)
         self.server.connections.discard(self)
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
@@ -483,12 +468,12 @@ class Connection(asyncio.BufferedProtocol):
         if not unsent or self.n_written - unsent > self.n_accepted:
             self.n_accepted, self.progressed = self.n_written - unsent, now
         if now - self.progressed > self.limits.write_timeout:
-            self.drop()
-        elif not unsent and now > self.deadline:
+            self.transport.abort()
+        elif now > self.deadline and not unsent and not self.transport.is_closing():
             if self.state in (State.HEAD, State.BODY):
                 self.refuse(408, "request not received in time")
             else:
-                self.close()
+                self.transport.close()
 
 
 # ---- Server ------------------------------------------------------------------------------------
@@ -510,9 +495,7 @@ class Server:
         self.loop = asyncio.get_running_loop()
         self._tick()
         for sock in sockets:
-            listener = await self.loop.create_server(
-                lambda: Connection(self), sock=sock, ssl=ssl, backlog=BACKLOG
-            )
+            listener = await self.loop.create_server(lambda: Connection(self), sock=sock, ssl=ssl)
             self._listeners.append(listener)
 
     def _tick(self) -> None:
@@ -531,7 +514,7 @@ class Server:
             listener.close()  # and never wait_closed: since 3.12 it waits for every connection
         for connection in list(self.connections):
             if connection.state is State.IDLE:
-                connection.close()
+                connection.transport.close()
 
     async def wait_idle(self, timeout: float) -> bool:
         """True when no exchange is left and all answers are sent; False after timeout seconds."""
@@ -546,5 +529,5 @@ class Server:
         """Drops everything. on_gone of what ran is called in the next turn of the loop."""
         self.stop_accepting()
         for connection in list(self.connections):
-            connection.drop()
+            connection.transport.abort()
         self._ticker.cancel()

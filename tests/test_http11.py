@@ -523,6 +523,18 @@ def test_a_request_whose_fin_came_before_it_was_read_is_gone_at_once():
         assert served.app.gone == [exchange]
 
 
+def test_a_client_that_leaves_is_noticed_also_after_it_was_slow_to_read_an_earlier_answer():
+    with serving() as served, served.connect(receive_buffer=4096) as sock:
+        sock.sendall(request("/big?n=20000000") + request("/hold"))
+        connection = served.connection()
+        eventually(lambda: not connection.transport.is_reading(), "reading paused")
+        assert len(read_answer(sock)[2]) == 20_000_000
+        exchange = served.held()
+        sock.close()
+        eventually(lambda: exchange.gone)
+        assert served.app.gone == [exchange]
+
+
 def test_a_client_without_on_gone_may_leave_too():
     class App(ScriptedApp):
         def on_request(self, exchange):
