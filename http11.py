@@ -41,9 +41,15 @@ A refusal and its body
 Who closes, and how
     To close a TCP socket with unread input sends RST, and RST may destroy an answer that the client
     has not read yet. So after an answer that says close the server shuts down its sending side only
-    and discards input until the client closes, for linger_timeout at most (RFC 9112 9.6). TLS has
-    no half-close: there the same is done without it, so a client that takes the close for the end
-    of the answer (HTTP/1.0) sees it linger_timeout late.
+    and discards input until the client closes, for linger_timeout at most (RFC 9112 9.6).
+
+TLS
+    is asyncio's. Its handshake has header_timeout, and until it is done a connection counts nowhere
+    here. It has no half-close: the server lingers without, so a client that takes the close for the
+    end of the answer (HTTP/1.0) sees it linger_timeout late; and to close it waits for the client's
+    goodbye, for write_timeout at most. What asyncio has encrypted but not sent is not seen here: of
+    a large answer that is written at once and read slowly, all that is left when the deadline
+    passes has write_timeout; nor does wait_idle wait for it.
 
 A vanished client
     While an answer is due the socket is still read, so FIN and RST are seen in the next turn of the
@@ -105,7 +111,7 @@ class Limits:
     """What a peer may use up; times in seconds. Tests shrink these."""
 
     header_bytes: int = 64 * 1024  # give or take one read; node.js 16 KiB, nginx 32 KiB in all
-    header_timeout: float = 30.0  # from the first byte of a head; also for the very first byte
+    header_timeout: float = 30.0  # from the first byte of a head; for the very first; for TLS's own
     body_bytes: int = 64 * 1024 * 1024  # announced or summed; several images as base64
     body_timeout: float = 30.0  # from the end of the head; what arrives lengthens it by
     body_rate: float = 16 * 1024  # bytes a second, so whoever is slower on the average is cut
@@ -253,11 +259,10 @@ class Exchange:
     __slots__ = ("_connection", "_raw", "gone", "last_write", "on_gone", "request")
 
     def __init__(self, connection: Connection, request: Request) -> None:
-        self.request = request
+        self._connection, self.request = connection, request
         self.on_gone: Callable[[], object] = lambda: None
         # last_write before the first one: when the request was complete
         self.gone, self.last_write = False, time.perf_counter()
-        self._connection = connection
         self._raw = connection.h11.their_http_version == b"1.0" or request.method == "HEAD"
 
     def _is_due(self) -> bool:
@@ -272,7 +277,6 @@ class Exchange:
         """Begins a streamed answer: sends its head."""
         if self._is_due():
             self._connection.send(self._connection.head(status, headers))
-            self.last_write = time.perf_counter()
 
     def write(self, data: bytes) -> None:
         """One chunk in one transport.write; nothing if data is empty. See "A slow reader"."""
@@ -296,8 +300,8 @@ class Exchange:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One socket. `exchange` is set in ANSWERING only, but for a dropped one's last turn of the
-    loop; `request` from its head to its answer's end.
+    """One socket. `exchange` is set in ANSWERING only, `request` from its head to its answer's end;
+    both stay when the connection is aborted, until connection_lost tells the exchange.
 
     Methods in order of life: made, bytes, events, answer, next request or linger, end.
     """
@@ -329,14 +333,13 @@ class Connection(asyncio.BufferedProtocol):
         return self.server.read_buffer  # one for all: emptied before the loop reads again
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self.state is State.LINGERING:
-            return
-        self.h11.receive_data(bytes(self.server.read_buffer[:nbytes]))
-        self.advance()
+        if self.state is not State.LINGERING:
+            self.h11.receive_data(bytes(self.server.read_buffer[:nbytes]))
+            self.advance()
 
     def eof_received(self) -> bool:
         """True: what was pipelined before is still answered, as far as that takes no wait. False:
-        asyncio closes, once all that was written is sent. (With TLS it always does.)"""
+        asyncio closes, once all that was written is sent. With TLS it always does."""
         self.h11.receive_data(b"")
         self.advance()
         return self.state is not State.LINGERING and self.transport.can_write_eof()
@@ -494,8 +497,12 @@ class Server:
         """Starts accepting on sockets from `bind`, owned from now on. Returns when listening."""
         self.loop = asyncio.get_running_loop()
         self._tick()
+        tls: dict[str, Any] = {}
+        if ssl is not None:
+            tls = {"ssl": ssl, "ssl_handshake_timeout": self.limits.header_timeout}
+            tls["ssl_shutdown_timeout"] = self.limits.write_timeout
         for sock in sockets:
-            listener = await self.loop.create_server(lambda: Connection(self), sock=sock, ssl=ssl)
+            listener = await self.loop.create_server(lambda: Connection(self), sock=sock, **tls)
             self._listeners.append(listener)
 
     def _tick(self) -> None:
@@ -505,7 +512,8 @@ class Server:
             connection.check(time.perf_counter())
 
     def stop_accepting(self) -> None:
-        """Closes the listeners and idle connections. What runs goes on; its answers say close."""
+        """Closes the listeners and the connections without a request, or with one that was read
+        ahead. What runs goes on; its answers say close."""
         self.accepting = False
         for listener in self._listeners:
             for sock in listener.sockets:
