@@ -866,6 +866,8 @@ def test_who_does_not_finish_the_handshake_is_cut_and_speaks_to_no_app(tls_conte
         assert served.exchange(b"") == b""
         with contextlib.suppress(ConnectionResetError):
             assert b"HTTP" not in served.exchange(request("/echo"))
+        assert served.app.heads == []
+    with serving_tls(tls_contexts) as (served, _):
         with pytest.raises(ssl.SSLCertVerificationError), served.connect() as plain:
             ssl.create_default_context().wrap_socket(plain, server_hostname="localhost")
         assert served.app.heads == []
