@@ -100,7 +100,7 @@ def dumps(value: Any) -> bytes:
     return ENCODE(value).encode()
 
 
-def loads(body: bytes) -> dict[str, Any]:
+def loads(body: bytes | bytearray) -> dict[str, Any]:
     """The JSON object of a request body; 400 for anything else, NaN, Infinity and deep nesting."""
 
     def finite(text: str) -> float:
