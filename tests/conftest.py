@@ -33,6 +33,7 @@ TOGETHER = {
     "test_golden.py": "golden",
     "test_real_engine.py": "real",
     "test_openai_client.py": "real",
+    "test_llama_clients.py": "clients",
 }
 
 
