@@ -461,7 +461,7 @@ class Exl3Backend:
 
     def _info(self, argv: list[str]) -> ModelInfo:
         tok = self.tokenizer
-        shown, hidden = tok.get_id_to_piece_list(True), tok.get_id_to_piece_list(False)
+        added = tok.tokenizer.get_added_tokens_decoder().items()
         named, n_draft = self.args.draft_model_dir, self.generator.max_draft_tokens
         drafter = "mtp" if self.args.mtp else Path(named).name if named else "n-gram"
         draft = {"model": drafter, "n_max": n_draft} if n_draft else None
@@ -474,7 +474,7 @@ class Exl3Backend:
             eos_id=tok.eos_token_id,
             bos_id=tok.bos_token_id,
             add_bos=tok.bos_token_id in tok.tokenizer.encode("x").ids[:1],
-            special_ids=frozenset(i for i, piece in enumerate(shown) if piece != hidden[i]),
+            special_ids=frozenset(token_id for token_id, token in added if token.special),
         )
 
     def rebuild(self) -> None:

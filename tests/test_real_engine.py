@@ -571,3 +571,12 @@ def test_progress_never_goes_back_when_the_first_token_is_half_a_character(serve
     processed = [step["processed"] for step in steps]
     assert processed == sorted(processed) and processed[0] == 0
     assert processed[-1] == steps[-1]["total"]
+
+
+def test_a_control_token_has_no_text_but_counts(real_server):
+    server = real_server()
+    control, plain = (tiny_model.TOKEN_ID[text] for text in ("<|im_start|>", "</think>"))
+    for token, text in ((control, ""), (plain, "</think>" * 3)):
+        body = {"prompt": "Hello", "n_predict": 3, "logit_bias": [[token, 1000]]}
+        answer = server.ok("/completion", body | {"return_tokens": True})
+        assert (answer["content"], answer["tokens"]) == (text, [token] * 3)
