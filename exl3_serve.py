@@ -43,12 +43,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from json.encoder import encode_basestring_ascii as json_string
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import engine as eng
+import http11
 from http11 import SSE_HEADERS, SSE_PING, Exchange, Limits, Request, Response, Server, bind
 
 VERSION = "0.1.0"
@@ -830,14 +831,21 @@ def prob_entry(model: Model, token_id: int, p: float, top: Any = None) -> dict[s
     return entry
 
 
-Listener = Callable[["Choice", eng.Update], None]
+def rates(name: str, n: int, seconds: float) -> str:
+    """Half of llama-server's `timings`: "prompt" or "predicted"."""
+    ms = seconds * 1e3
+    text = f'"{name}_n":{n},"{name}_ms":{ms:.3f},"{name}_per_token_ms":{ms / (n or 1):.6f},'
+    return text + f'"{name}_per_second":{n / ms * 1e3 if ms > 0 else 0.0:.6f}'
+
+
+prompt_rates = lru_cache(512)(partial(rates, "prompt"))  # sent with every token, but made once
 
 
 class Choice:
     """One answer to one prompt: its job, its text pipeline and what came of it so far."""
 
-    def __init__(self, index: int, task: Task, model: Model, listener: Listener) -> None:
-        self.index, self.task = index, task
+    def __init__(self, index: int, task: Task, model: Model, listener: Callable[..., None]) -> None:
+        self.index, self.model = index, model
         self.prompt, ids = task.prompts[index // task.n]
         self.n_prompt = len(ids)
         params = eng.GenerationParams(prompt_ids=ids, **task.params)
@@ -850,81 +858,67 @@ class Choice:
             split = ThoughtSplitter(model.think, model.think_ids, task.in_thought)
         self.pipeline = Pipeline(split, task.stops)
         self.job = eng.Job(params, partial(listener, self))
-        self.last = eng.Update(self.job)  # the newest figures
+        self.last = eng.Update(self.job, progress=0)  # the newest figures
         self.n_decoded = 0  # tokens in what was sent
-        self.head = b'data: {"choices":[{"finish_reason":null,"index":%d,' % index
-        self.opened = False  # something of it was sent
-        self.plain = False  # from now on every piece is text and nothing else
-        self.prompt_timings: tuple[Any, str] = (None, "")
-        self.finish = ""  # stop or length, once it has ended
-        self.stop_type = "none"
-        self.texts: dict[str, list[str]] = {"content": [], "reasoning": []}
-        self.tokens: list[int] = []
-        self.probs: list[dict[str, Any]] = []
-        self.waiting: list[list[dict[str, Any]]] = []  # of pieces whose text is not out yet
+        self.stop_type = ""  # eos, limit or word, once it has ended
+        self.deltas: list[Delta] = []  # what was said, where it is needed as a whole
+        self.tokens: list[int] = []  # likewise
+        self.waiting: list[list[dict[str, Any]]] = []  # log-probabilities of text that is not out
+        self.probs: list[dict[str, Any]] = []  # those of text that is out, until they are sent
 
     def text_of(self, kind: str) -> str:
-        return "".join(self.texts[kind])
+        return "".join(text for k, text in self.deltas if k == kind)
 
-    def take_probs(self, model: Model, piece: eng.Piece) -> None:
-        """Keeps a piece's log-probabilities until its text is out."""
-        if piece.probs is not None and not (piece.ids[0] in model.info.eos_ids and not piece.text):
+    def take_probs(self, piece: eng.Piece, deltas: list[Delta]) -> None:
+        """A piece's log-probabilities wait for its text; those of a stop string are dropped."""
+        eos = self.model.info.eos_ids
+        if piece.probs is not None and not (piece.ids[0] in eos and not piece.text):
             pairs = zip(piece.ids, piece.probs, strict=True)
-            entries = [prob_entry(model, i, p, top) for i, (p, top) in pairs]
-            self.waiting.append(entries)
+            self.waiting.append([prob_entry(self.model, i, p, top) for i, (p, top) in pairs])
+        out = len(deltas) if self.pipeline.stopped else len(self.waiting) - self.pipeline.n_held
+        self.probs += [entry for entries in self.waiting[:out] for entry in entries]
+        del self.waiting[:out]
 
-    def ready_probs(self, deltas: list[Delta]) -> list[dict[str, Any]]:
-        """The entries of text that is out now; those of a stop string's tokens are dropped."""
-        keep = len(deltas) if self.pipeline.stopped else len(self.waiting) - self.pipeline.n_held
-        ready = [entry for entries in self.waiting[:keep] for entry in entries]
-        del self.waiting[:keep]
-        self.probs += ready
-        return ready
-
-    def timings_json(self, n_decoded: int) -> bytes:
-        """llama-server's `timings`: sent with every token when asked for, so the part about the
-        prompt is made once."""
-        last = self.last
-        if self.prompt_timings[0] != (last.n_cached, last.prompt_s):
-            n, ms = self.n_prompt - last.n_cached, last.prompt_s * 1e3
-            text = f'{{"cache_n":{last.n_cached},"prompt_n":{n},"prompt_ms":{ms:.3f},'
-            text += f'"prompt_per_token_ms":{ms / max(n, 1):.6f},'
-            text += f'"prompt_per_second":{n / ms * 1e3 if ms > 0 else 0.0:.6f},'
-            self.prompt_timings = ((last.n_cached, last.prompt_s), text)
-        ms = last.predicted_s * 1e3 if n_decoded else 0.0
-        text = f'"predicted_n":{n_decoded},"predicted_ms":{ms:.3f},"predicted_per_token_ms":'
-        text += f"{ms / max(n_decoded, 1):.6f},"
-        text += f'"predicted_per_second":{n_decoded / ms * 1e3 if ms > 0 else 0.0:.6f}'
+    def timings(self) -> bytes:
+        """llama-server's `timings`, true at each token."""
+        last, n = self.last, self.n_decoded
+        text = prompt_rates(self.n_prompt - last.n_cached, last.prompt_s) + ","
+        text += rates("predicted", n, last.predicted_s if n else 0.0)
         if last.n_draft:
             text += f',"draft_n":{last.n_draft},"draft_n_accepted":{last.n_draft_accepted}'
-        return (self.prompt_timings[1] + text + "}").encode()
+        return f'{{"cache_n":{last.n_cached},{text}}}'.encode()
 
-    def timings(self) -> dict[str, Any]:
-        return json.loads(self.timings_json(self.n_decoded))
+    def progress(self) -> bytes:
+        """llama-server's `prompt_progress`; at the first token all is processed."""
+        processed = self.n_prompt if self.last.n_decoded else self.last.progress or 0
+        waited = self.job.started and time.perf_counter() - self.job.started
+        progress = {"total": self.n_prompt, "cache": min(processed, self.last.n_cached)}
+        return dumps(progress | {"processed": processed, "time_ms": int(waited * 1e3)})
 
 
 # ==== Dialects ====================================================================================
 #
-# A dialect turns deltas into frames and, without streaming, a choice's texts into a body. As a
-# grammar its events are, for every choice: open? (progress | piece)* end    once: close | error
-# Every method returns bytes: they are joined and leave in one write per request and step.
-
-
-def sse(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+# A dialect turns deltas into frames and, without streaming, the choices' deltas into a body. As a
+# grammar its events are, for every choice: (progress | piece)* end         once: close | error
+# Each is a method that returns bytes: they are joined and leave in one write per request and step.
+# How a delta is written and what an end is called are tables: a token is a template filled in.
 
 
 class Dialect:
     """What every dialect has; errors in a stream and its end may be told otherwise."""
 
-    keeps_text = False  # needs the whole text also when it streams
+    keeps_deltas = False  # needs them also when it streams
+    FINISH: ClassVar = {"eos": "stop", "word": "stop", "limit": "length"}  # by stop_type
 
     def __init__(self, task: Task, model: Model, choices: list[Choice]) -> None:
         self.task, self.model, self.choices = task, model, choices
-        self.per_token = task.flag("timings_per_token")
+        self.stream, self.per_token = task.flag("stream"), task.flag("timings_per_token")
+
+    def figures(self, choice: Choice) -> bytes:
+        return b',"timings":' + choice.timings() if self.per_token else b""
 
     def error(self, error: ApiError) -> bytes:
-        return sse(dumps(error.body()))
+        return http11.sse_event(dumps(error.body()))
 
     def close(self) -> bytes:
         return b""
@@ -934,89 +928,71 @@ class OpenAIDialect(Dialect):
     """What OpenAI's two completion forms share: everything but how a delta and a choice look."""
 
     object = stream_object = ""
+    MEMBERS: ClassVar[dict[str, bytes]] = {}  # how a delta of each kind is written
     opening = b""  # sent before the first delta of a choice, if anything
-    no_delta = no_probs = b""
+    nothing = no_probs = b""  # instead of a delta, of log-probabilities
     usage_at_end = False  # on the finish chunk, unless it has a chunk of its own
 
     def __init__(self, task: Task, model: Model, choices: list[Choice]) -> None:
         super().__init__(task, model, choices)
         self.common = {"created": int(time.time()), "id": "chatcmpl-" + secrets.token_hex(16)}
         self.common |= {"model": model.alias, "system_fingerprint": f"exl3-serve-{VERSION}"}
-        self.tail = b"}]," + dumps(self.common | {"object": self.stream_object})[1:-1]
-        self.plain_tail = self.no_probs + self.tail + b"}\n\n"
+        # A chunk, but for: finish_reason, index, what is new, members behind the common ones
+        common = dumps(self.common | {"object": self.stream_object})[1:-1].replace(b"%", b"%%")
+        self.frame = b'data: {"choices":[{"finish_reason":%b,"index":%d,%b}],' + common + b"%b}\n\n"
+        # A choice's opening goes in front of its first delta, or of its end
+        first = [self.frame % (b"null", c.index, self.opening, b"") for c in choices]
+        self.openings = dict(enumerate(first)) if self.opening else {}
         options = task.fields.get("stream_options") or {}
-        self.usage_chunk = task.flag("stream") and options.get("include_usage") is True
+        self.usage_chunk = self.stream and options.get("include_usage") is True
 
-    def member(self, delta: Delta) -> bytes:
-        raise NotImplementedError
+    def progress(self, choice: Choice) -> bytes:
+        """Not yet the opening, but it looks the same."""
+        more = self.figures(choice) + b',"prompt_progress":' + choice.progress()
+        return self.frame % (b"null", choice.index, self.opening or self.nothing, more)
 
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def chunk(
-        self, choice: Choice, member: bytes, more: bytes = b"", finish: bytes = b"null"
-    ) -> bytes:
-        """One SSE event: `member` says what is new, `more` follows the common members."""
-        head = choice.head.replace(b"null", finish, 1)
-        return head + member + self.tail + more + b"}\n\n"
-
-    def timings(self, choice: Choice, n_decoded: int) -> bytes:
-        return b',"timings":' + choice.timings_json(n_decoded)
-
-    def progress(self, choice: Choice, progress: dict[str, Any]) -> bytes:
-        more = self.timings(choice, 0) if self.per_token else b""
-        more += b',"prompt_progress":' + dumps(progress)
-        return self.chunk(choice, self.opening or self.no_delta + self.no_probs, more)
-
-    def piece(self, choice: Choice, deltas: list[Delta], piece: eng.Piece) -> bytes:
+    def piece(self, choice: Choice, deltas: list[Delta], ids: list[int]) -> bytes:
         """One chunk per delta, the log-probabilities on the first."""
         if not deltas:
             return b""
-        out, more = b"", self.timings(choice, piece.n_decoded) if self.per_token else b""
-        if not choice.opened:
-            choice.opened = True
-            choice.plain = not self.per_token and choice.job.params.n_probs < 0
-            out = self.chunk(choice, self.opening) if self.opening else b""
-        entries = choice.ready_probs(deltas) if choice.waiting else None
-        probs = b',"logprobs":{"content":' + dumps(entries) + b"}" if entries else self.no_probs
-        for delta in deltas:
-            out += self.chunk(choice, self.member(delta) + probs, more)
-            probs = self.no_probs
+        out, more, probs = self.openings.pop(choice.index, b""), self.figures(choice), self.no_probs
+        if choice.probs:
+            probs, choice.probs = b',"logprobs":{"content":%b}' % dumps(choice.probs), []
+        for kind, text in deltas:
+            member = self.MEMBERS[kind] % json_string(text).encode() + probs
+            out, probs = out + self.frame % (b"null", choice.index, member, more), self.no_probs
         return out
 
-    def plain(self, choice: Choice, deltas: list[Delta]) -> bytes:
-        """piece() without figures and log-probabilities: every token of most requests."""
-        tail = self.plain_tail
-        return b"".join([choice.head + self.member(delta) + tail for delta in deltas])
-
     def end(self, choice: Choice) -> bytes:
-        out = b"" if choice.opened or not self.opening else self.chunk(choice, self.opening)
-        timings = self.timings(choice, choice.n_decoded)
-        if self.usage_at_end and not self.usage_chunk and all(c.finish for c in self.choices):
-            timings += b',"usage":' + dumps(self.usage())
-        finish = b'"%b"' % choice.finish.encode()
-        return out + self.chunk(choice, self.no_delta + self.no_probs, timings, finish)
+        more = b',"timings":' + choice.timings()
+        if self.usage_at_end and not self.usage_chunk and all(c.stop_type for c in self.choices):
+            more += b',"usage":' + dumps(self.usage())
+        said = dumps(self.FINISH[choice.stop_type]), choice.index, self.nothing, more
+        return self.openings.pop(choice.index, b"") + self.frame % said
 
     def usage(self) -> dict[str, Any]:
         """Prompt tokens count once per prompt, not per choice."""
         firsts = self.choices[:: self.task.n]
-        n_prompt, n_cached = sum(c.n_prompt for c in firsts), sum(c.last.n_cached for c in firsts)
-        n_new = sum(c.n_decoded for c in self.choices)
+        n_prompt, n_new = sum(c.n_prompt for c in firsts), sum(c.n_decoded for c in self.choices)
         usage = {"completion_tokens": n_new, "prompt_tokens": n_prompt}
-        details = {"prompt_tokens_details": {"cached_tokens": n_cached}}
+        details = {"prompt_tokens_details": {"cached_tokens": sum(c.last.n_cached for c in firsts)}}
         return usage | {"total_tokens": n_prompt + n_new} | details
 
     def whole(self, choices: list[Any], kind: str) -> bytes:
         answer = {"choices": choices} | self.common | {"object": kind, "usage": self.usage()}
-        return dumps(answer | {"timings": self.choices[0].timings()})
+        return dumps(answer | {"timings": json.loads(self.choices[0].timings())})
 
     def close(self) -> bytes:
         """The usage chunk, if asked for, and the end mark."""
-        usage = sse(self.whole([], self.stream_object)) if self.usage_chunk else b""
+        usage = http11.sse_event(self.whole([], self.stream_object)) if self.usage_chunk else b""
         return usage + b"data: [DONE]\n\n"
 
     def body(self) -> bytes:
-        return self.whole([self.choice(c) for c in self.choices], self.object)
+        return self.whole([self.row(c) for c in self.choices], self.object)
+
+    def row(self, choice: Choice) -> dict[str, Any]:
+        """A choice as a whole; the forms add what was said."""
+        return {"finish_reason": self.FINISH[choice.stop_type], "index": choice.index}
 
 
 class ChatDialect(OpenAIDialect):
@@ -1024,103 +1000,91 @@ class ChatDialect(OpenAIDialect):
 
     object, stream_object = "chat.completion", "chat.completion.chunk"
     opening = b'"delta":{"role":"assistant","content":""}'
-    no_delta = b'"delta":{}'
-    KEYS: ClassVar = {"content": b'"delta":{"content":'}
-    KEYS["reasoning"] = b'"delta":{"reasoning_content":'
+    nothing = b'"delta":{}'
+    MEMBERS: ClassVar = {"content": b'"delta":{"content":%b}'}
+    MEMBERS["reasoning"] = b'"delta":{"reasoning_content":%b}'
 
-    def member(self, delta: Delta) -> bytes:
-        return self.KEYS[delta[0]] + json_string(delta[1]).encode() + b"}"
-
-    def choice(self, choice: Choice) -> dict[str, Any]:
+    def row(self, choice: Choice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text_of("content")}
         if thought := choice.text_of("reasoning"):
             message["reasoning_content"] = thought
-        row = {"finish_reason": choice.finish, "index": choice.index, "message": message}
-        return row | ({"logprobs": {"content": choice.probs}} if choice.probs else {})
+        probs = {"logprobs": {"content": choice.probs}} if choice.probs else {}
+        return super().row(choice) | {"message": message} | probs
 
 
 class TextDialect(OpenAIDialect):
     """/v1/completions, OpenAI's legacy form."""
 
     object = stream_object = "text_completion"
-    no_delta = b'"text":""'
-    no_probs = b',"logprobs":null'
+    MEMBERS: ClassVar = {"content": b'"text":%b'}
+    nothing, no_probs = b'"text":"","logprobs":null', b',"logprobs":null'
     usage_at_end = True
 
-    def member(self, delta: Delta) -> bytes:
-        return b'"text":' + json_string(delta[1]).encode()
-
-    def choice(self, choice: Choice) -> dict[str, Any]:
+    def row(self, choice: Choice) -> dict[str, Any]:
         probs = {"content": choice.probs} if choice.probs else None
-        row = {"text": choice.text_of("content"), "index": choice.index, "logprobs": probs}
-        return row | {"finish_reason": choice.finish}
+        return super().row(choice) | {"text": choice.text_of("content"), "logprobs": probs}
 
 
 class LlamaDialect(Dialect):
     """/completion, llama-server's own form (server-task.cpp, server_task_result_cmpl_*)."""
 
-    keeps_text = True  # for has_new_line
+    keeps_deltas = True  # for has_new_line
+    EVENT = b'data: {"index":%d,"content":%b,"tokens":%a,"stop":false,"id_slot":%d,'
+    EVENT += b'"tokens_predicted":%d,"tokens_evaluated":%d%b}\n\n'
 
-    def event(self, choice: Choice, text: str, tokens: list[int], n: int, more: bytes) -> bytes:
-        head = b'data: {"index":%d,"content":%b,"tokens":%b,"stop":false,"id_slot":%d,'
-        head %= choice.index, json_string(text).encode(), b"%a" % tokens, choice.job.id_slot
-        if self.per_token:
-            more = b',"timings":' + choice.timings_json(n) + more
-        counts = b'"tokens_predicted":%d,"tokens_evaluated":%d%b}\n\n' % (n, choice.n_prompt, more)
-        return head + counts
+    def event(self, choice: Choice, text: str, tokens: list[int], more: bytes = b"") -> bytes:
+        said = choice.index, json_string(text).encode(), tokens, choice.job.id_slot
+        return self.EVENT % (*said, choice.n_decoded, choice.n_prompt, self.figures(choice) + more)
 
-    def progress(self, choice: Choice, progress: dict[str, Any]) -> bytes:
-        return self.event(choice, "", [], 0, b',"prompt_progress":' + dumps(progress))
+    def progress(self, choice: Choice) -> bytes:
+        return self.event(choice, "", [], b',"prompt_progress":' + choice.progress())
 
-    def piece(self, choice: Choice, deltas: list[Delta], piece: eng.Piece) -> bytes:
+    def piece(self, choice: Choice, deltas: list[Delta], ids: list[int]) -> bytes:
         """One event per delta, the token ids on the last; a token whose text waits has its own."""
-        more = b""
-        if choice.waiting and (entries := choice.ready_probs(deltas)):
-            more = b',"completion_probabilities":' + dumps(entries)
-        texts = [text for _, text in deltas] or [""]
-        n, last = piece.n_decoded, texts.pop()
-        out = b"".join(self.event(choice, text, [], n, b"") for text in texts)
-        return out + self.event(choice, last, piece.ids, n, more)
+        if not (deltas or ids):
+            return b""
+        *texts, last = [text for _, text in deltas] or [""]
+        out, more = b"".join(self.event(choice, text, []) for text in texts), b""
+        if choice.probs:
+            more, choice.probs = b',"completion_probabilities":' + dumps(choice.probs), []
+        return out + self.event(choice, last, ids, more)
 
     def end(self, choice: Choice) -> bytes:
-        return sse(dumps(self.result(choice, "", [])))
+        return http11.sse_event(dumps(self.result(choice)))
 
     def body(self) -> bytes:
-        pairs = [(c, c.tokens if self.task.flag("return_tokens") else []) for c in self.choices]
-        results = [self.result(c, c.text_of("content"), tokens) for c, tokens in pairs]
+        results = [self.result(choice) for choice in self.choices]
         return dumps(results[0] if len(results) == 1 else results)
 
-    def result(self, choice: Choice, text: str, tokens: list[int]) -> dict[str, Any]:
-        n_new, n_prompt = choice.n_decoded, choice.n_prompt
-        ids, text_given = choice.job.params.prompt_ids, isinstance(choice.prompt, str)
-        shown = choice.prompt if text_given else self.model.backend.decode(ids)
-        whole = {"index": choice.index, "content": text, "tokens": tokens}
+    def result(self, choice: Choice) -> dict[str, Any]:
+        """The last event of a choice; without streaming also what was said."""
+        text, n = choice.text_of("content"), choice.n_prompt + choice.n_decoded
+        tokens = choice.tokens if self.task.flag("return_tokens") else []
+        prompt, ids = choice.prompt, choice.job.params.prompt_ids
+        full = choice.stop_type == "limit" and n >= self.model.info.n_ctx - 1
+        whole = {"index": choice.index, "content": "", "tokens": list[int]()}
+        whole |= {} if self.stream else {"content": text, "tokens": tokens}
         whole |= {"id_slot": choice.job.id_slot, "stop": True, "model": self.model.alias}
-        whole |= {"tokens_predicted": n_new, "tokens_evaluated": n_prompt}
+        whole |= {"tokens_predicted": choice.n_decoded, "tokens_evaluated": choice.n_prompt}
         whole |= {"generation_settings": generation_settings(self.task.fields, self.task.params)}
-        whole |= {"prompt": shown, "has_new_line": "\n" in choice.text_of("content")}
-        full = choice.stop_type == "limit" and n_prompt + n_new >= self.model.info.n_ctx - 1
-        whole |= {"truncated": full, "stop_type": choice.stop_type}
-        whole |= {"stopping_word": choice.pipeline.stopped}
-        whole |= {"tokens_cached": max(0, n_prompt + n_new - 1), "timings": choice.timings()}
-        if choice.probs and not self.task.flag("stream"):
-            whole["completion_probabilities"] = choice.probs
-        return whole
+        whole |= {"prompt": prompt if isinstance(prompt, str) else self.model.backend.decode(ids)}
+        whole |= {"has_new_line": "\n" in text, "truncated": full, "stop_type": choice.stop_type}
+        whole |= {"stopping_word": choice.pipeline.stopped, "tokens_cached": max(0, n - 1)}
+        whole |= {"timings": json.loads(choice.timings())}
+        return whole | ({"completion_probabilities": choice.probs} if choice.probs else {})
 
 
 def generation_settings(fields: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
     """llama-server's `generation_settings` and `params`: the effective values."""
     seed = 0xFFFFFFFF if params["seed"] is None else params["seed"]
     limit = next((fields[name] for name in LIMIT_FIELDS if name in fields), -1)
-    settings = {"seed": seed} | params["sampling"] | ABSENT_SAMPLERS
+    settings = {"seed": seed, "max_tokens": limit, "n_predict": limit} | params["sampling"]
+    settings |= {"n_keep": 0, "n_discard": 0, "min_keep": 0, "lora": []} | ABSENT_SAMPLERS
     settings |= {"mirostat_tau": 5.0, "mirostat_eta": 0.1, "dynatemp_exponent": 1.0}
-    settings |= {"max_tokens": limit, "n_predict": limit, "n_keep": 0, "n_discard": 0}
     settings |= {k: fields.get(k, False) for k in ("ignore_eos", "stream", "timings_per_token")}
-    settings |= {"n_probs": max(0, params["n_probs"]), "min_keep": 0, "lora": []}
-    stops, grammar = parse_stops(fields.get("stop"), "stop"), fields.get("grammar", "")
-    settings |= {"stop": list(stops), "grammar": grammar}
-    biases = params["logit_bias"].items()
-    return settings | {"logit_bias": [{"token": i, "bias": max(b, -MAX_NUMBER)} for i, b in biases]}
+    settings |= {"n_probs": max(0, params["n_probs"]), "grammar": fields.get("grammar", "")}
+    biases = [{"token": i, "bias": max(b, -MAX_NUMBER)} for i, b in params["logit_bias"].items()]
+    return settings | {"stop": parse_stops(fields.get("stop"), "stop"), "logit_bias": biases}
 
 
 # ==== Answers =====================================================================================
@@ -1130,127 +1094,86 @@ class Answer:
     """One exchange with its choices, from the first job to the last byte."""
 
     def __init__(self, app: App, exchange: Exchange, task: Task) -> None:
-        self.app, self.exchange, self.task = app, exchange, task
-        self.engine, self.model = app.engine, app.model
+        self.app, self.exchange = app, exchange
         n = task.n * len(task.prompts)
         self.choices = [Choice(i, task, app.model, self.on_update) for i in range(n)]
         self.dialect = task.dialect(task, app.model, self.choices)
         self.stream = task.flag("stream")
         self.shows_progress = self.stream and task.flag("return_progress")
-        self.keeps = not self.stream or task.dialect.keeps_text
-        self.n_open = n
-        self.closed = False  # nothing more is to be sent
+        self.keeps = not self.stream or task.dialect.keeps_deltas
 
     def begin(self) -> None:
         """Queues the jobs and sends the head of a stream."""
         self.exchange.on_gone = self.cancel
         self.app.answers.add(self)
         for choice in self.choices:
-            self.engine.submit(choice.job)
+            self.app.engine.submit(choice.job)
         if self.stream:
             self.exchange.start(200, SSE_HEADERS)
-            if self.shows_progress:
-                first = self.choices[0]
-                self.exchange.write(self.progress(first, eng.Update(first.job, progress=0)))
+            # The first progress, if it is asked for: nothing is processed yet
+            self.on_update(self.choices[0], self.choices[0].last)
 
     def cancel(self) -> None:
-        """The client is gone, or one choice failed: the rest is not wanted."""
-        self.closed = True
+        """Nothing more is to be sent: all is said, the client is gone, or one choice failed. What
+        still runs is not wanted."""
         self.app.answers.discard(self)
         for choice in self.choices:
-            self.engine.cancel(choice.job)
+            self.app.engine.cancel(choice.job)
 
     def on_update(self, choice: Choice, update: eng.Update) -> None:
         """What one step says of one choice. An error here must not reach the other answers."""
-        if choice.finish or self.closed:
+        if choice.stop_type or self not in self.app.answers:
             return
         try:
-            frames, before, choice.last = b"", choice.last, update
-            if self.shows_progress and not before.n_decoded:
-                frames = self.progress(choice, update)
-            for piece in update.pieces:
-                if choice.plain:
-                    choice.n_decoded = piece.n_decoded
-                    deltas = choice.pipeline.feed(piece.text, piece.ids)
-                    frames += self.dialect.plain(choice, deltas)
-                else:
-                    frames += self.feed(choice, piece)
-                if choice.pipeline.stopped:
-                    choice.stop_type = "word"
-                    self.engine.cancel(choice.job)
-                    frames += self.finish(choice)
-                    break
-            if update.end is not None and not choice.finish:
-                frames += self.take_end(choice, update)
-            if not self.n_open:
-                self.send_last(frames)
-            elif frames:
-                self.exchange.write(frames)
+            self.step(choice, update)
         except Exception:  # ours, not the client's: end this answer, keep the delivery going
             log.exception("an answer failed")
-            self.fail(ApiError(500, "internal error"))
+            self.finish(error=ApiError(500, "internal error"))
 
-    def take_end(self, choice: Choice, update: eng.Update) -> bytes:
-        if update.end is eng.EndKind.FAILED:
-            self.fail(ApiError(503 if update.retry else 500, update.error))
-            return b""
-        choice.stop_type = "limit" if update.end is eng.EndKind.LIMIT else "eos"
-        choice.n_decoded = max(choice.n_decoded, update.n_decoded)
-        return self.finish(choice)
-
-    def feed(self, choice: Choice, piece: eng.Piece) -> bytes:
-        deltas = choice.pipeline.feed(piece.text, piece.ids)
-        choice.n_decoded = piece.n_decoded
-        choice.take_probs(self.model, piece)
-        if self.keeps:
-            for kind, text in deltas:
-                choice.texts[kind].append(text)
-            choice.tokens += piece.ids
-        if self.stream:
-            return self.dialect.piece(choice, deltas, piece)
-        choice.ready_probs(deltas)
-        return b""
-
-    def finish(self, choice: Choice) -> bytes:
-        """Flushes the text that was held; the choice is over after this."""
-        cut = choice.stop_type == "limit"
-        deltas = choice.pipeline.finish()
+    def step(self, choice: Choice, update: eng.Update) -> None:
+        """Sends what is new. The end is one more piece: the text that was held."""
+        frames, first, choice.last = b"", not choice.last.n_decoded, update
+        # Not every step says something of the prompt
+        if first and self.shows_progress and (update.progress is not None or update.n_decoded):
+            frames = self.dialect.progress(choice)
+        for piece in update.pieces:
+            frames += self.feed(choice, piece, choice.pipeline.feed(piece.text, piece.ids))
+            if choice.pipeline.stopped:
+                break
+        if choice.pipeline.stopped:
+            self.app.engine.cancel(choice.job)
+        elif update.end is eng.EndKind.FAILED:
+            return self.finish(error=ApiError(503 if update.retry else 500, update.error))
+        elif update.end is not None:
+            last = eng.Piece("", [], max(choice.n_decoded, update.n_decoded))
+            frames += self.feed(choice, last, choice.pipeline.finish())
+            choice.stop_type = "limit" if update.end is eng.EndKind.LIMIT else "eos"
         if choice.pipeline.stopped:  # perhaps only now, in text that was held
-            choice.stop_type, cut = "word", False
-        for kind, text in deltas if self.keeps else []:
-            choice.texts[kind].append(text)
-        frames = b""
-        if self.stream and deltas:
-            frames = self.dialect.piece(choice, deltas, eng.Piece("", [], choice.n_decoded))
-        choice.finish = "length" if cut else "stop"
-        self.n_open -= 1
-        return frames + (self.dialect.end(choice) if self.stream else b"")
+            choice.stop_type = "word"
+        if choice.stop_type:
+            frames += self.dialect.end(choice) if self.stream else b""
+            if all(c.stop_type for c in self.choices):
+                return self.finish(frames)
+        self.exchange.write(frames)
 
-    def send_last(self, frames: bytes) -> None:
-        self.closed = True
-        self.app.answers.discard(self)
-        if self.stream:
-            self.exchange.end(frames + self.dialect.close())
-        else:
-            self.exchange.respond(Response(200, self.dialect.body(), JSON_HEADERS))
+    def feed(self, choice: Choice, piece: eng.Piece, deltas: list[Delta]) -> bytes:
+        choice.n_decoded = piece.n_decoded
+        if piece.probs or choice.waiting:
+            choice.take_probs(piece, deltas)
+        if self.keeps:
+            choice.deltas += deltas
+            choice.tokens += piece.ids
+        return self.dialect.piece(choice, deltas, piece.ids) if self.stream else b""
 
-    def fail(self, error: ApiError) -> None:
-        """Ends the whole answer with an error in the route's own form; never looks like success."""
+    def finish(self, frames: bytes = b"", error: ApiError | None = None) -> None:
+        """The last bytes. An error has its route's own form and never looks like success."""
         self.cancel()
         if self.stream:
-            self.exchange.end(self.dialect.error(error))
-        else:
+            self.exchange.end(self.dialect.error(error) if error else frames + self.dialect.close())
+        elif error:
             self.exchange.respond(self.app.error_response(error, self.exchange.request))
-
-    def progress(self, choice: Choice, update: eng.Update) -> bytes:
-        """Nothing when the step says nothing of the prompt; at the first token all is processed."""
-        if update.progress is None and not update.n_decoded:
-            return b""
-        processed = choice.n_prompt if update.n_decoded else update.progress or 0
-        waited = choice.job.started and time.perf_counter() - choice.job.started
-        progress = {"total": choice.n_prompt, "cache": min(processed, update.n_cached)}
-        progress |= {"processed": processed, "time_ms": int(waited * 1e3)}
-        return self.dialect.progress(choice, progress)
+        else:
+            self.exchange.respond(Response(200, self.dialect.body(), JSON_HEADERS))
 
 
 JSON_HEADERS = [("Content-Type", "application/json; charset=utf-8")]
@@ -1648,7 +1571,7 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     server.stop_accepting()
     await server.wait_idle(0 if failure else args.drain_seconds)
     for answer in list(app.answers):
-        answer.fail(ApiError(503, "the server is shutting down"))
+        answer.finish(error=ApiError(503, "the server is shutting down"))
     await server.wait_idle(0.5)
     server.close()
     if app.ready:

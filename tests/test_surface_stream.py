@@ -136,6 +136,36 @@ def test_an_empty_answer_still_has_role_and_finish(fake_server):
     ]
 
 
+def test_a_models_name_is_sent_as_it_is_also_with_percent_signs(fake_server):
+    server = fake_server(["100%"], "--alias", "50%b%d%")
+    reply = server.chat()
+    assert reply.content == "100%"
+    assert {chunk["model"] for chunk in reply.events} == {"50%b%d%"}
+
+
+# ---- Log-probabilities of held text --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [["x", "a"], ["x", "a", "bc"], ["x", "ab", "y"]], ids=str)
+def test_log_probabilities_are_the_same_streamed_or_not_when_a_stop_string_holds(
+    fake_server, script
+):
+    """The end releases what was held, a found stop string drops it: with its log-probabilities."""
+    server = fake_server(script)
+    said = "".join(script).partition("abc")[0]
+    for path in (CHAT, "/v1/completions"):
+        body = {"messages": HI, "prompt": "Hi", "stop": ["abc"]}
+        body["logprobs"] = True if path == CHAT else 1
+        whole = server.ok(path, body)["choices"][0]["logprobs"]["content"]
+        assert "".join(entry["token"] for entry in whole) == said
+        chunks = [json.loads(event) for event in server.stream(path, body)[:-1]]
+        parts = [chunk["choices"][0].get("logprobs") or {} for chunk in chunks]
+        assert [entry for part in parts for entry in part.get("content", [])] == whole
+    body = {"prompt": "Hi", "stop": ["abc"], "n_probs": 1}
+    whole = server.completion(**body)["completion_probabilities"]
+    assert "".join(entry["token"] for entry in whole) == said
+
+
 # ---- Case 8: refusals come before the status line ------------------------------------------------
 
 

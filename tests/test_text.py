@@ -668,11 +668,10 @@ class TestTimings:
     @given(steps=st.lists(st.tuples(figures, counts), min_size=1, max_size=3), n_new=counts)
     def test_timings_are_json_and_agree_with_each_other(self, steps, n_new):
         """Also when the figures of one answer change in between: nothing stale is kept."""
-        choice = SimpleNamespace(prompt_timings=((-1, -1.0), ""))
         for update, n_decoded in steps:
-            choice.last, choice.n_prompt = update, update.n_cached + n_new
-            text = serve.Choice.timings_json(choice, n_decoded)
-            timings = json.loads(text, parse_constant=refuse)
+            n_prompt = update.n_cached + n_new
+            choice = SimpleNamespace(last=update, n_prompt=n_prompt, n_decoded=n_decoded)
+            timings = json.loads(serve.Choice.timings(choice), parse_constant=refuse)
             assert (timings["cache_n"], timings["prompt_n"]) == (update.n_cached, n_new)
             assert timings["predicted_n"] == n_decoded
             self.check_rates(timings, "prompt", n_new, update.prompt_s)
