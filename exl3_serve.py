@@ -41,7 +41,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
 from json.encoder import encode_basestring_ascii as json_string
@@ -89,10 +88,7 @@ class ApiError(Exception):
         return {"error": error | self.extra}
 
 
-def bad(message: str) -> ApiError:
-    return ApiError(400, message)
-
-
+bad = partial(ApiError, 400)
 ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
@@ -115,9 +111,7 @@ def loads(body: bytes | bytearray) -> dict[str, Any]:
         raise bad("the request body is nested too deeply") from None
     except ValueError as exc:
         raise bad(f"the request body is not valid JSON: {exc}") from None
-    if not isinstance(value, dict):
-        raise bad("the request body must be a JSON object")
-    return value
+    return check(value, "request body", Field(dict))
 
 
 # ==== Checks: one field, one row ==================================================================
@@ -128,49 +122,58 @@ TYPE_NAMES |= {list: "an array", dict: "an object"}
 
 
 class Field(NamedTuple):
-    """What a request field may be: its type, the inclusive range of a number or length, items."""
+    """What a request field may be: its type, the inclusive range of a number or length, items.
 
-    kind: type
+    In place of the type may stand a tuple of the only values that it may have.
+    """
+
+    kind: Any
     low: float = -INF
     high: float = INF
     item: type = object
 
 
-FIELDS = {
-    name: rule
-    for rule, names in (
-        (Field(bool), "stream timings_per_token return_progress return_tokens ignore_eos"),
-        (Field(bool), "cache_prompt add_generation_prompt"),
-        (Field(dict), "stream_options chat_template_kwargs response_format json_schema"),
-        (Field(list, 0, MAX_STOPS, str), "samplers banned_strings"),
-        (Field(list, 0, 8, str), "dry_sequence_breakers"),  # each is looked for in the vocabulary
-        (Field(list, item=dict), "tools"),
-        (Field(list, 1, MAX_MESSAGES), "messages"),
-        (Field(str, 0, MAX_GRAMMAR_CHARS), "reasoning_effort reasoning_format grammar"),
-        (Field(int, 1, MAX_CHOICES), "n n_cmpl"),
-        (Field(int, -1), "n_predict max_tokens max_completion_tokens"),
-        (Field(int, 0, 100), "n_probs top_logprobs"),
-        (Field(int, -(2**63), 2**64), "seed"),
-        (Field(int, -1, 2**31 - 1), "top_k"),
-        (Field(int, -1, 10**9), "repeat_last_n dry_penalty_last_n"),
-        (Field(int, 0, 10**9), "dry_allowed_length min_keep"),
-        (Field(float, 0), "temperature dry_multiplier"),
-        (Field(float, 1), "dry_base"),
-        (Field(float, 0.01), "repeat_penalty"),
-        (Field(float, 0, 1), "top_p min_p xtc_probability xtc_threshold adaptive_decay"),
-        (Field(float, -1, 1), "adaptive_target"),
-        (Field(float, -100, 100), "presence_penalty frequency_penalty"),
-    )
-    for name in names.split()
-}
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+REASONING_FORMATS = ("auto", "none", "deepseek", "deepseek-legacy")
+FIELD_ROWS = (
+    (Field(EFFORTS), "reasoning_effort"),
+    (Field(REASONING_FORMATS), "reasoning_format"),
+    (Field(bool), "stream timings_per_token return_progress return_tokens ignore_eos"),
+    (Field(bool), "cache_prompt add_generation_prompt"),
+    (Field(dict), "stream_options chat_template_kwargs response_format json_schema"),
+    (Field(list, 0, MAX_STOPS, str), "samplers banned_strings"),
+    (Field(list, 0, 8, str), "dry_sequence_breakers"),  # each is looked for in the vocabulary
+    (Field(list, item=dict), "tools"),
+    (Field(list, 1, MAX_MESSAGES), "messages"),
+    (Field(str, 0, MAX_GRAMMAR_CHARS), "grammar"),
+    (Field(int, 1, MAX_CHOICES), "n n_cmpl"),
+    (Field(int, -1), "n_predict max_tokens max_completion_tokens"),
+    (Field(int, 0, 100), "n_probs top_logprobs"),
+    (Field(int, -(2**63), 2**64), "seed"),
+    (Field(int, -1, 2**31 - 1), "top_k"),
+    (Field(int, -1, 10**9), "repeat_last_n dry_penalty_last_n"),
+    (Field(int, 0, 10**9), "dry_allowed_length min_keep"),
+    (Field(float, 0), "temperature dry_multiplier"),
+    (Field(float, 1), "dry_base"),
+    (Field(float, 0.01), "repeat_penalty"),
+    (Field(float, 0, 1), "top_p min_p xtc_probability xtc_threshold adaptive_decay"),
+    (Field(float, -1, 1), "adaptive_target"),
+    (Field(float, -100, 100), "presence_penalty frequency_penalty"),
+)
+FIELDS = {name: rule for rule, names in FIELD_ROWS for name in names.split()}
 
 # Samplers that exllamav3 lacks: accepted at the value that turns them off, else 400
 ABSENT_SAMPLERS = {"mirostat": 0, "typical_p": 1.0, "top_n_sigma": -1.0, "dynatemp_range": 0.0}
 ABSENT_SAMPLERS |= {"post_sampling_probs": False}
+FIELDS |= {name: Field((off,)) for name, off in ABSENT_SAMPLERS.items()}
 
 
 def check(value: Any, name: str, rule: Field) -> Any:
     """The value as its type, or a 400 that names the field."""
+    if isinstance(rule.kind, tuple):
+        if value not in rule.kind:
+            raise bad(f"'{name}' must be {' or '.join(map(str, rule.kind))}, not {value!r:.100}")
+        return value
     if rule.kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)  # 1e3 is how some clients write 1000
     wanted: Any = (int, float) if rule.kind is float else rule.kind
@@ -185,22 +188,10 @@ def check(value: Any, name: str, rule: Field) -> Any:
     return value
 
 
-def one_of(value: Any, name: str, options: Sequence[str]) -> Any:
-    if value not in options:
-        raise bad(f"'{name}': {repr(value)[:100]} is not one of {', '.join(options)}")
-    return value
-
-
 def checked(body: dict[str, Any]) -> dict[str, Any]:
     """The body without its nulls, every known field checked. Unknown fields pass unseen."""
-    fields = {key: value for key, value in body.items() if value is not None}
-    for key, value in fields.items():
-        if key in FIELDS:
-            fields[key] = check(value, key, FIELDS[key])
-    for name, off in ABSENT_SAMPLERS.items():
-        if fields.get(name, off) != off:
-            raise bad(f"'{name}': only {off!r} is available here")
-    return fields
+    given = {key: value for key, value in body.items() if value is not None}
+    return given | {key: check(given[key], key, FIELDS[key]) for key in given if key in FIELDS}
 
 
 def parse_stops(value: Any, name: str) -> tuple[str, ...]:
@@ -211,9 +202,8 @@ def parse_stops(value: Any, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, stops)))
 
 
-def check_ids(ids: Iterable[Any], name: str, n_vocab: int) -> list[int]:
+def check_ids(ids: list[Any], name: str, n_vocab: int) -> list[int]:
     """Token ids that are in the vocabulary, or 400: the GPU never sees another."""
-    ids = list(ids)
     if ids and all(type(i) is int for i in ids) and min(ids) >= 0 and max(ids) < n_vocab:
         return ids  # ten times as fast as to check each
     return [check(i, name, Field(int, 0, n_vocab - 1)) for i in ids]
@@ -222,16 +212,14 @@ def check_ids(ids: Iterable[Any], name: str, n_vocab: int) -> list[int]:
 def parse_logit_bias(value: Any, model: Model) -> dict[int, float]:
     """All of llama-server's spellings: {"id": bias}, [[id or text, bias or false], ...]."""
     biases: dict[int, float] = {}
-    pairs = list(value.items()) if isinstance(value, dict) else [] if value is None else value
+    is_object = isinstance(value, dict)
+    pairs = [[*pair] for pair in value.items()] if is_object else [] if value is None else value
     for pair in check(pairs, "logit_bias", Field(list, 0, MAX_BIASES)):
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise bad("'logit_bias' must be an object or an array of [token, bias] pairs")
-        token, bias = pair
+        token, bias = check(pair, "logit_bias", Field(list, 2, 2))
         if isinstance(token, str) and re.fullmatch("-?[0-9]{1,18}", token):
             token = int(token)
-        ids = model.tokenize(token, False, "logit_bias") if isinstance(token, str) else [token]
-        if isinstance(value, dict) and isinstance(token, str):
-            raise bad(f"'logit_bias': {token[:100]!r} is not a token id")
+        is_text = isinstance(token, str) and not is_object
+        ids = model.tokenize(token, False, "logit_bias") if is_text else [token]
         bias = -INF if bias is False else check(bias, "logit_bias", Field(float, -1e30, 1e30))
         biases |= dict.fromkeys(check_ids(ids, "logit_bias", model.info.n_vocab), bias)
     return biases
@@ -258,7 +246,6 @@ THINK_TAGS = (
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 THOUGHT_NAMES = ("reasoning_content", "thinking", "reasoning")
 PROBE = "exl3-serve-probe"
-RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt")  # not for chat_template_kwargs
 
 
 def template_of(model_dir: Path, override: str | None, config: dict[str, Any]) -> str:
@@ -288,36 +275,22 @@ def special_tokens(model_dir: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def compile_template(text: str) -> Any:
     """The template as transformers compiles it (utils/chat_template_utils.py): sandboxed."""
-    from jinja2 import nodes
-    from jinja2.exceptions import TemplateError
-    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
-        """{% generation %}: transformers marks assistant tokens with it; here it is transparent."""
-
-        tags: ClassVar[set[str]] = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
     def tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(
-            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        options: Any = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+        return json.dumps(x, ensure_ascii=ensure_ascii, **options)
 
     def raise_exception(message: str) -> None:
-        raise TemplateError(message)
+        raise ValueError(message)
 
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    env.add_extension("jinja2.ext.loopcontrols")
     env.filters["tojson"] = tojson
     env.globals["raise_exception"] = raise_exception
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return env.from_string(text)
+    # {% generation %}: transformers marks assistant tokens with it; here it is {% with %}, a scope
+    return env.from_string(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", text))
 
 
 class Model:
@@ -364,9 +337,8 @@ class Model:
         """The prompt's text; the template's own complaint is a 400 with its message."""
         if self.wants_parts:
             messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
-        names = {k: v for k, v in extra.items() if k not in RESERVED_KWARGS}
-        names = self.specials | names | {"messages": messages, "tools": tools or None}
-        names = {"documents": None, "add_generation_prompt": opens} | names
+        given = {"messages": messages, "tools": tools or None, "add_generation_prompt": opens}
+        names = {"documents": None} | self.specials | extra | given
         if self.template is None:
             if tools:
                 raise bad("'tools': this model has no chat template that could show them")
@@ -556,158 +528,150 @@ class Pipeline:
 
 LIMIT_FIELDS = ("n_predict", "max_completion_tokens", "max_tokens")  # the first that is there
 FORMATS = ("text", "json_object", "json_schema")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-REASONING_FORMATS = ("auto", "none", "deepseek", "deepseek-legacy")
 LLAMA_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 SAMPLING_FIELDS = [name for name in eng.NEUTRAL_SAMPLING if name in FIELDS]
 
 
 def sampling_defaults(model_dir: Path, args: argparse.Namespace) -> dict[str, Any]:
     """What a request that says nothing gets: flag > generation_config.json > llama-server's."""
-    model_config = eng.read_config(model_dir / "generation_config.json")
-    named = model_config | {"repeat_penalty": model_config.get("repetition_penalty")}
+    config = eng.read_config(model_dir / "generation_config.json")
+    config["repeat_penalty"] = config.get("repetition_penalty")
     defaults = eng.NEUTRAL_SAMPLING | LLAMA_SAMPLING
-    for layer in (named, vars(args)):
-        known = [k for k in SAMPLING_FIELDS if layer.get(k) is not None]
-        defaults |= {k: check(layer[k], k, FIELDS[k]) for k in known}
+    for layer in (config, vars(args)):
+        defaults |= checked({name: layer.get(name) for name in SAMPLING_FIELDS})
     return defaults
 
 
-Prompts = list[tuple[Any, list[int]]]  # each as the client wrote it, and as token ids
-
-
-@dataclass
-class Task:
-    """A request that was found good: what every one of its choices needs."""
-
-    dialect: type[Any]
-    fields: dict[str, Any]  # the checked body
-    prompts: Prompts
-    n: int  # choices per prompt
-    params: dict[str, Any]  # of eng.GenerationParams, without the prompt and the grammar
-    stops: tuple[str, ...] = ()
-    in_thought: bool | None = None  # None: thoughts are not split off
-    grammar: tuple[str, str] | None = None  # kind and source
-    grammar_after: int | None = None  # the token after which it binds
-    grammars: list[Any] = field(default_factory=list)  # compiled, one per choice
-
-    def flag(self, name: str) -> bool:
-        return self.fields.get(name, False)
-
-
 def generation_params(model: Model, fields: dict[str, Any]) -> dict[str, Any]:
-    """Sampling and limits of a request, as eng.GenerationParams takes them."""
-    logprobs, n_probs = fields.get("logprobs"), fields.get("n_probs", 0)
+    """Of eng.GenerationParams: sampling and limits, without the prompt and the grammar."""
+    logprobs, n_probs = fields.get("logprobs"), fields.get("n_probs") or -1
     if logprobs is True:
         n_probs = fields.get("top_logprobs", 0)
     elif logprobs:
         n_probs = check(logprobs, "logprobs", Field(int, 0, 100))
     elif "top_logprobs" in fields:
         raise bad("'top_logprobs' needs 'logprobs' to be true")
-    # -1 and none mean the cap
-    limits = [fields[name] for name in LIMIT_FIELDS if name in fields]
+    limit = next((fields[name] for name in LIMIT_FIELDS if name in fields), -1)
     cap = model.args.max_tokens_cap or model.info.n_ctx
-    seed = fields.get("seed", -1)
     sampling = model.defaults | {k: v for k, v in fields.items() if k in model.defaults}
     known = eng.NEUTRAL_SAMPLING["samplers"]  # others are left out, as llama-server does
     sampling["samplers"] = [name for name in sampling["samplers"] if name in known]
     return {
-        "max_tokens": min(limits[0], cap) if limits and limits[0] >= 0 else cap,
+        "max_tokens": cap if limit == -1 else min(limit, cap),
         "sampling": sampling,
         "logit_bias": parse_logit_bias(fields.get("logit_bias"), model),
-        "seed": None if seed in (-1, 0xFFFFFFFF) else seed,
+        "seed": None if fields.get("seed", -1) in (-1, 0xFFFFFFFF) else fields["seed"],
         "ignore_eos": fields.get("ignore_eos", False),
-        "n_probs": n_probs if n_probs or logprobs is True else -1,
+        "n_probs": n_probs,
         "banned_strings": list(parse_stops(fields.get("banned_strings"), "banned_strings")),
     }
 
 
-def make_task(model: Model, dialect: type, fields: dict[str, Any], prompts: Prompts) -> Task:
-    """Checks what is common to all generating routes; 400 when the context cannot hold a prompt."""
-    n, n_ctx = fields.get("n_cmpl", fields.get("n", 1)), model.info.n_ctx
-    check(n * len(prompts), "n", Field(int, 1, MAX_CHOICES))
-    for _, ids in prompts:
-        if (n_ids := len(ids)) >= n_ctx:
+class Task:
+    """A request that was found good: what every one of its choices needs.
+
+    `prompts`: each as the client wrote it, and as token ids. `in_thought`: whether they end inside
+    a thought; None when thoughts are not split off.
+    """
+
+    def __init__(
+        self, dialect: Any, model: Model, fields: dict[str, Any], prompts: list, in_thought=None
+    ) -> None:
+        """Raises a 400 also when the context cannot hold a prompt."""
+        self.dialect, self.fields, self.prompts = dialect, fields, prompts
+        self.n = fields.get("n_cmpl", fields.get("n", 1))  # choices per prompt
+        n_choices, n_ctx = self.n * len(prompts), model.info.n_ctx
+        check(n_choices, "n", Field(int, 1, MAX_CHOICES))
+        n_ids = max(len(ids) for _, ids in prompts)
+        if n_ids >= n_ctx:
             text = f"request ({n_ids} tokens) exceeds the available context size ({n_ctx} tokens)"
-            kind = "exceed_context_size_error"
-            extra = {"n_prompt_tokens": n_ids, "n_ctx": n_ctx}
-            raise ApiError(400, text + ", try increasing it", kind, **extra)
-    params, stops = generation_params(model, fields), parse_stops(fields.get("stop"), "stop")
-    return Task(dialect, fields, prompts, n, params, stops, grammar=parse_constraint(fields))
+            text, kind = text + ", try increasing it", "exceed_context_size_error"
+            raise ApiError(400, text, kind, n_prompt_tokens=n_ids, n_ctx=n_ctx)
+        self.params = generation_params(model, fields)
+        self.stops = parse_stops(fields.get("stop"), "stop")
+        self.grammars = compiled(model, fields, in_thought is True, n_choices)
+        self.in_thought = in_thought
+
+    def flag(self, name: str) -> bool:
+        return self.fields.get(name, False)
+
+
+def compiled(model: Model, fields: dict[str, Any], in_thought: bool, n: int) -> list[Any]:
+    """The request's grammar, if any, compiled n times; 400 with the compiler's reason."""
+    source = parse_constraint(fields)
+    if source is None:
+        return []
+    # It binds after the thought
+    trigger = model.backend.single_id(model.think.close) if in_thought else None
+    if in_thought and trigger is None:
+        raise bad("a grammar needs thinking off: this model's thoughts end in no single token")
+    try:
+        return [model.backend.compile_grammar(*source, trigger) for _ in range(n)]
+    except eng.BadGrammar as exc:
+        raise bad(f"the grammar or schema does not compile: {exc}") from None
 
 
 def parse_constraint(fields: dict[str, Any]) -> tuple[str, str] | None:
     """(kind, source) of a grammar or schema; 400 when it is not one."""
+    grammar, schema, name = fields.get("grammar"), fields.get("json_schema"), "json_schema"
     form = fields.get("response_format", {"type": "text"})
-    name, found = "response_format.schema", []
-    kind = one_of(form.get("type"), "response_format.type", FORMATS)
-    if kind == "json_object":
-        found = [form.get("schema", {"type": "object"})]
-    elif kind == "json_schema":
-        found = [check(form.get("json_schema") or form, name, Field(dict)).get("schema")]
-    if "json_schema" in fields:
-        name, found = "json_schema", [*found, fields["json_schema"]]
-    texts = [dumps(check(schema, name, Field(dict))).decode() for schema in found]
-    sources = [("json_schema", check(t, name, Field(str, 0, MAX_SCHEMA_CHARS))) for t in texts]
-    sources += [("gbnf", text) for text in [fields.get("grammar")] if text]
-    if len(sources) > 1:
+    kind = check(form.get("type"), "response_format.type", Field(FORMATS))
+    if (kind != "text") + (schema is not None) + bool(grammar) > 1:
         raise bad("only one of 'grammar', 'json_schema' and 'response_format' can be given")
-    return sources[0] if sources else None
+    if kind != "text":
+        name, schema = "response_format.schema", form.get("schema", {"type": "object"})
+    elif schema is None:
+        return ("gbnf", grammar) if grammar else None
+    if kind == "json_schema":
+        schema = check(form.get("json_schema") or form, name, Field(dict)).get("schema")
+    text = dumps(check(schema, name, Field(dict))).decode()
+    return "json_schema", check(text, name, Field(str, 0, MAX_SCHEMA_CHARS))
 
 
 def prepare_completion(dialect: type, model: Model, body: dict[str, Any]) -> Task:
     """/completion and /v1/completions."""
     fields = checked(body)
-    return compiled(model, make_task(model, dialect, fields, parse_prompts(model, fields)))
+    return Task(dialect, model, fields, parse_prompts(model, fields))
 
 
-def parse_prompts(model: Model, fields: dict[str, Any]) -> Prompts:
+def parse_prompts(model: Model, fields: dict[str, Any]) -> list[tuple[Any, list[int]]]:
     """A string, token ids, a mixed list (one prompt each) or a list of these (several)."""
     value = fields.get("prompt")
     several = isinstance(value, list) and all(isinstance(v, (str, list)) for v in value)
-    prompts: list[Any] = value if several and value else [value]  # type: ignore[assignment]
-    check(prompts, "prompt", Field(list, 1, MAX_CHOICES))
-    return [(p, prompt_ids(model, p)) for p in prompts]
+    prompts = check(value if several else [value], "prompt", Field(list, 1, MAX_CHOICES))
+    return [(prompt, prompt_ids(model, prompt)) for prompt in prompts]
 
 
 def parts_ids(model: Model, value: Any, name: str, encode: Callable[..., list[int]]) -> list[int]:
     """Token ids of a text, or of a list of texts and ids in which they follow each other."""
     parts = [value] if isinstance(value, str) else check(value, name, Field(list))
     check(sum(isinstance(p, str) for p in parts), f"{name} (texts)", Field(int, 0, MAX_MESSAGES))
-    ids: list[Any] = []
-    for part in parts:
-        ids += encode(part) if isinstance(part, str) else [part]
-    return check_ids(ids, name, model.info.n_vocab)
+    lists = (encode(part) if isinstance(part, str) else [part] for part in parts)
+    return check_ids([i for ids in lists for i in ids], name, model.info.n_vocab)
 
 
 def prompt_ids(model: Model, prompt: Any) -> list[int]:
     """Token ids of one prompt; BOS goes in front of text where the model wants it."""
-    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
-    if not isinstance(prompt, (str, list)) or prompt == []:
-        raise bad("'prompt' must be a string, an array of token ids, or an array of these")
-    ids = parts_ids(model, prompt, "prompt", model.tokenize_prompt)
-    ids = (model.bos if isinstance(first, str) else []) + ids
+    parts = prompt if isinstance(prompt, list) else [check(prompt, "prompt", Field(str))]
+    check(parts, "prompt", Field(list, 1))
+    bos = model.bos if isinstance(parts[0], str) else []
+    ids = bos + parts_ids(model, parts, "prompt", model.tokenize_prompt)
     # An empty prompt gets what a model that was told nothing would say
     return ids or [model.info.bos_id or model.info.eos_id or 0]
 
 
 def check_text(content: Any, path: str) -> str:
     """A message's content as text: a string, null, or text parts, joined by newlines."""
-    if content is None or isinstance(content, str):
-        return content or ""
     if not isinstance(content, list):
-        raise bad(f"'{path}' must be a string, null or an array of parts")
+        return check("" if content is None else content, path, Field(str))
     texts = []
     for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = check(part, f"{path}[{i}]", Field(dict)).get("type")
         if kind in ("image_url", "input_image", "image"):
             raise bad(f"'{path}[{i}]': image input is not supported by this server")
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise bad(f"'{path}[{i}].type': {repr(kind)[:100]} is no supported content part")
+        check(kind, f"{path}[{i}].type", Field(("text", "input_text", "output_text", "refusal")))
         text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise bad(f"'{path}[{i}].text' must be a string")
-        texts.append(text)
+        texts.append(check(text, f"{path}[{i}].text", Field(str)))
     return "\n".join(texts)
 
 
@@ -720,9 +684,8 @@ def check_messages(messages: list[Any], template_text: str) -> list[dict[str, An
     out, merging = list[dict[str, Any]](), False
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
-        message = check(message, path, Field(dict))
-        role = one_of(message.get("role"), f"{path}.role", ROLES)
-        if "content" not in message and not (set(THOUGHT_NAMES) | {"tool_calls"}) & message.keys():
+        role = check(check(message, path, Field(dict)).get("role"), f"{path}.role", Field(ROLES))
+        if not {"content", "tool_calls", *THOUGHT_NAMES} & message.keys():
             raise bad(f"'{path}.content' is missing")
         kept = {k: v for k, v in message.items() if v is not None and v != []}
         kept["content"] = check_text(message.get("content"), f"{path}.content")
@@ -741,13 +704,11 @@ def check_messages(messages: list[Any], template_text: str) -> list[dict[str, An
 
 def template_kwargs(model: Model, fields: dict[str, Any]) -> dict[str, Any]:
     """The template's own variables: flags < reasoning_effort < chat_template_kwargs."""
-    kwargs: dict[str, Any] = dict(model.args.chat_template_kwargs or {})
     effort = fields.get("reasoning_effort", model.args.reasoning_effort)
-    if effort is not None and one_of(effort, "reasoning_effort", EFFORTS):
-        kwargs["enable_thinking"] = kwargs["thinking"] = effort != "none"
-        if effort != "none":
-            kwargs["reasoning_effort"] = effort
-    kwargs |= fields.get("chat_template_kwargs", {})
+    thinks = dict.fromkeys(("enable_thinking", "thinking"), effort != "none") if effort else {}
+    shown = {"reasoning_effort": effort} if effort not in (None, "none") else {}
+    flags, own = model.args.chat_template_kwargs or {}, fields.get("chat_template_kwargs", {})
+    kwargs: dict[str, Any] = flags | thinks | shown | own
     check(kwargs.get("enable_thinking", True), "enable_thinking", Field(bool))  # "no" would be true
     return kwargs
 
@@ -758,32 +719,28 @@ def render_chat(model: Model, fields: dict[str, Any]) -> tuple[str, bool]:
     With a template that opens a thought for the answer, a continued answer closes it first, or
     goes on in it where the message itself holds or opens a thought.
     """
-    if "messages" not in fields:
-        raise bad("'messages' is missing")
-    messages = check_messages(fields["messages"], model.template_text)
-    prefill, last = None, messages[-1]
-    if last["role"] == "assistant" and not last.get("tool_calls"):
-        prefill, messages = last, messages[:-1]
-    kwargs = template_kwargs(model, fields)
+    given = check(fields.get("messages"), "messages", FIELDS["messages"])
+    messages, prefill = check_messages(given, model.template_text), dict[str, Any]()
+    if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
+        prefill = messages.pop()
     for tool in fields.get("tools", []):
         function = check(tool.get("function"), "tools[].function", Field(dict))
         check(function.get("name"), "tools[].function.name", Field(str, 1))
-    opens = fields.get("add_generation_prompt", True)
+    opens, kwargs = fields.get("add_generation_prompt", True), template_kwargs(model, fields)
     prompt = model.render(messages, fields.get("tools"), kwargs, opens)
     openings, close = model.think
     in_thought = prompt.rstrip().endswith(openings)
-    if prefill is None or not (prefill["content"] or prefill.get("reasoning_content")):
+    text, thought = prefill.get("content", ""), prefill.get("reasoning_content", "")
+    if not text and not thought:
         return prompt, in_thought
-    text, thought = prefill["content"], prefill.get("reasoning_content") or ""
-    closed = bool(text)
+    closing = text  # what shows that the thought is over
     own = next((o for o in openings if text.lstrip().startswith(o)), "")
     if own:
-        thought, tag, text = text.lstrip()[len(own) :].partition(close)
-        closed = bool(tag)
+        thought, closing, text = text.lstrip()[len(own) :].partition(close)
     if in_thought or own or thought:
         prompt = prompt.rstrip() if in_thought else prompt + (own or openings[0])
         prompt += "\n" + thought.lstrip("\n")
-        if not closed:
+        if not closing:
             return prompt, True
         gap = "\n" if thought else "\n\n"  # as templates write an empty thought
         prompt, text = prompt.rstrip("\n") + f"{gap}{close}\n\n", text.lstrip("\n")
@@ -793,28 +750,13 @@ def render_chat(model: Model, fields: dict[str, Any]) -> tuple[str, bool]:
 def prepare_chat(dialect: type, model: Model, body: dict[str, Any]) -> Task:
     """/v1/chat/completions and the dialects that translate to it."""
     fields = checked(body)
+    check(fields.get("tool_choice", "auto"), "tool_choice", Field(("auto", "none")))  # none forced
     prompt, in_thought = render_chat(model, fields)
-    task = make_task(model, dialect, fields, [(prompt, model.tokenize_prompt(prompt))])
-    form = fields.get("reasoning_format", model.args.reasoning_format)
-    one_of(form, "reasoning_format", REASONING_FORMATS)
-    one_of(fields.get("tool_choice", "auto"), "tool_choice", ("auto", "none"))  # no call is forced
-    task.in_thought = None if form == "none" else in_thought
+    prompts = [(prompt, model.tokenize_prompt(prompt))]
+    task = Task(dialect, model, fields, prompts, in_thought)
     task.params["visible_ids"] = model.visible_ids
-    if task.grammar is not None and in_thought:
-        task.grammar_after = model.backend.single_id(model.think.close)
-        if task.grammar_after is None:
-            raise bad("a grammar needs thinking off: this model's thoughts end in no single token")
-    return compiled(model, task)
-
-
-def compiled(model: Model, task: Task) -> Task:
-    """Compiles the grammar, once per choice; 400 with the compiler's reason."""
-    if task.grammar is not None:
-        compile_once = partial(model.backend.compile_grammar, *task.grammar, task.grammar_after)
-        try:
-            task.grammars = [compile_once() for _ in range(task.n * len(task.prompts))]
-        except eng.BadGrammar as exc:
-            raise bad(f"the grammar or schema does not compile: {exc}") from None
+    if fields.get("reasoning_format", model.args.reasoning_format) == "none":
+        task.in_thought = None
     return task
 
 
