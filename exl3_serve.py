@@ -551,6 +551,7 @@ def generation_params(model: Model, fields: dict[str, Any]) -> dict[str, Any]:
         n_probs = check(logprobs, "logprobs", Field(int, 0, 100))
     elif "top_logprobs" in fields:
         raise bad("'top_logprobs' needs 'logprobs' to be true")
+    # -1 and none mean the cap
     limit = next((fields[name] for name in LIMIT_FIELDS if name in fields), -1)
     cap = model.args.max_tokens_cap or model.info.n_ctx
     sampling = model.defaults | {k: v for k, v in fields.items() if k in model.defaults}
@@ -570,8 +571,8 @@ def generation_params(model: Model, fields: dict[str, Any]) -> dict[str, Any]:
 class Task:
     """A request that was found good: what every one of its choices needs.
 
-    `prompts`: each as the client wrote it, and as token ids. `in_thought`: whether they end inside
-    a thought; None when thoughts are not split off.
+    `fields`: the checked body. `prompts`: each as the client wrote it, and as token ids.
+    `in_thought`: whether the prompt ends inside a thought; None: thoughts are not split off.
     """
 
     def __init__(
@@ -580,16 +581,15 @@ class Task:
         """Raises a 400 also when the context cannot hold a prompt."""
         self.dialect, self.fields, self.prompts = dialect, fields, prompts
         self.n = fields.get("n_cmpl", fields.get("n", 1))  # choices per prompt
-        n_choices, n_ctx = self.n * len(prompts), model.info.n_ctx
-        check(n_choices, "n", Field(int, 1, MAX_CHOICES))
-        n_ids = max(len(ids) for _, ids in prompts)
+        n_choices = check(self.n * len(prompts), "n", Field(int, 1, MAX_CHOICES))
+        n_ids, n_ctx = max(len(ids) for _, ids in prompts), model.info.n_ctx
         if n_ids >= n_ctx:
             text = f"request ({n_ids} tokens) exceeds the available context size ({n_ctx} tokens)"
             text, kind = text + ", try increasing it", "exceed_context_size_error"
             raise ApiError(400, text, kind, n_prompt_tokens=n_ids, n_ctx=n_ctx)
         self.params = generation_params(model, fields)
         self.stops = parse_stops(fields.get("stop"), "stop")
-        self.grammars = compiled(model, fields, in_thought is True, n_choices)
+        self.grammars = compiled(model, fields, in_thought is True, n_choices)  # one per choice
         self.in_thought = in_thought
 
     def flag(self, name: str) -> bool:
@@ -707,8 +707,8 @@ def template_kwargs(model: Model, fields: dict[str, Any]) -> dict[str, Any]:
     effort = fields.get("reasoning_effort", model.args.reasoning_effort)
     thinks = dict.fromkeys(("enable_thinking", "thinking"), effort != "none") if effort else {}
     shown = {"reasoning_effort": effort} if effort not in (None, "none") else {}
-    flags, own = model.args.chat_template_kwargs or {}, fields.get("chat_template_kwargs", {})
-    kwargs: dict[str, Any] = flags | thinks | shown | own
+    kwargs: dict[str, Any] = (model.args.chat_template_kwargs or {}) | thinks | shown
+    kwargs |= fields.get("chat_template_kwargs", {})
     check(kwargs.get("enable_thinking", True), "enable_thinking", Field(bool))  # "no" would be true
     return kwargs
 
