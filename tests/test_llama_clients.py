@@ -149,7 +149,6 @@ def test_langchain_may_set_every_sampler_and_setting_that_there_is(real):
         assert [len(entry["top_logprobs"]) for entry in entries] == [2] * 6
 
 
-@pytest.mark.xfail(strict=True, reason="their entries are lost when the answer is not streamed")
 def test_langchain_gets_log_probabilities_of_words_that_might_have_become_a_stop(fake_server):
     fields = {"stop": [WORDS[3] + " and more"], "logprobs": True, "max_tokens": 4}
     model = langchain(fake_server(WORDS), **fields)
