@@ -4,8 +4,9 @@ One thread, `Engine._run`, owns the backend: nothing else calls `submit`, `cance
 or `inject` of it. The event loop talks to that thread through a deque of commands and hears back in
 batches, one `loop.call_soon_threadsafe` per step, never one per token:
 
-    event loop:     Engine.submit / cancel / inject -> commands
+    event loop:     Engine.submit / cancel -> commands
     engine thread:  commands -> admit waiting jobs to free slots -> backend.iterate() -> batch
+                    -> job.params.watch, which may have a text injected before the next step
     event loop:     Engine._on_batch -> job.on_update(update) for each job of the batch
 
 The hand-over is bounded: with MAX_UNDELIVERED batches not yet taken the engine thread waits, so a
@@ -126,6 +127,9 @@ class GenerationParams:
     visible_ids: frozenset[int] = frozenset()  # control tokens to show: markers of the tool format
     banned_strings: list[str] = field(default_factory=list)
     grammar: Any = None  # what Backend.compile_grammar returned, one per job
+    # Called on the engine thread with what each step says, with nothing before the first one. The
+    # text that it returns is what the job says next
+    watch: Callable[[list[Piece]], str] | None = None
 
 
 @dataclass(slots=True)
@@ -603,6 +607,7 @@ class Exl3Backend:
             self._add_piece(update, result.get("text", ""), ids.tolist()[0], result)
         if job.pending_filters and job.handle.forced_ids is None:
             job.pending_filters = False
+            job.params.grammar.trigger_token = None  # it was in the injected text
             job.handle.set_filters([job.params.grammar])
         if result["eos"]:
             self._on_eos(update, result)
@@ -754,7 +759,10 @@ BYTE_OF_CHAR = {chr(b): b for b in PRINTABLE} | {chr(256 + i): b for i, b in enu
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as the safetensors crate has it
 
 # Options that say what is served and where, not how it behaves. Each takes a value (group 1).
-ADDRESS = re.compile(r"(?:-m|--model|--model[-_]dir|--host|--port|--api-key|--api-key-file)(=.*)?")
+ADDRESS = re.compile(
+    r"(?:-m|--model|--model[-_]dir|--host|--port|--path|--config|--api-(?:key|key-file|prefix)"
+    r"|--ssl-(?:key|cert)-file)(=.*)?"
+)
 
 # Tensors that are no part of the text model: towers for images and sound, what projects
 # them into it, MTP heads. (MTP layers numbered on after the last layer are told by their number.)
@@ -974,6 +982,9 @@ def engine_block(model_dir: str, argv: Sequence[str], draft: Any, *loaded: Any) 
 # ==== The engine thread ===========================================================================
 
 
+SUMMED = ("n_cached", "n_decoded", "n_draft", "n_draft_accepted", "prompt_s", "predicted_s")
+
+
 class Engine:
     """Slots, the queue and the thread. Public methods are for the event loop unless they say more.
 
@@ -994,6 +1005,9 @@ class Engine:
         self.waiting: deque[Job] = deque()
         self.fatal = ""  # why the engine is dead; empty while it is not
         self.n_steps = self.n_recoveries = 0
+        # Sums over the jobs that ended: SUMMED, and n_evaluated, prompt tokens not from the cache;
+        # the longest of them, n_tokens_max; and n_busy, the busy slots of every step
+        self.totals: defaultdict[str, float] = defaultdict(float)
         self.step_started = 0.0  # time.perf_counter() of the step under way; 0 between steps
         self._loop = loop
         self._on_fatal = on_fatal
@@ -1021,10 +1035,6 @@ class Engine:
         if not job.cancelled and not job.ended:
             job.cancelled = True
             self._command(self._drop, job)
-
-    def inject(self, job: Job, text: str) -> None:
-        """Makes `text` the next tokens of a running job."""
-        self._command(self._inject, job, text)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Ends the thread after the step under way; jobs that are left get no more updates."""
@@ -1074,22 +1084,33 @@ class Engine:
         return busy or bool(self._updates)
 
     def _step(self) -> bool:
-        if not self.backend.remaining():
+        n_busy = self.backend.remaining()
+        if not n_busy:
             return self.backend.idle()
         self.step_started = time.perf_counter()
         updates = self.backend.iterate()
         self.n_steps += 1
+        self.totals["n_busy"] += n_busy
         for update in updates:
             if not update.job.ended:
                 update.job.last = update
                 self._updates.append(update)
                 if update.end is not None:
                     self._account(update.job)
+                else:
+                    self._watch(update.job, update.pieces)
         return True
 
     def _account(self, job: Job) -> None:
-        """The job is over: its slot is free from this moment on."""
+        """The job is over: its slot is free from this moment on, its figures are final."""
         job.ended = True
+        if (last := job.last) is not None:
+            n_prompt, n = len(job.params.prompt_ids), last.n_decoded
+            n_taken = n_prompt if n or last.end is EndKind.LIMIT else last.progress or 0
+            self.totals["n_evaluated"] += max(0, n_taken - last.n_cached)
+            for name in SUMMED:
+                self.totals[name] += getattr(last, name)
+            self.totals["n_tokens_max"] = max(self.totals["n_tokens_max"], n_taken + n)
         if job.id_slot >= 0 and self.slots[job.id_slot] is job:
             self.slots[job.id_slot] = None
 
@@ -1116,8 +1137,9 @@ class Engine:
         else:
             self.backend.cancel(job)
 
-    def _inject(self, job: Job, text: str) -> None:
-        if job in self.slots and not job.cancelled:
+    def _watch(self, job: Job, pieces: list[Piece]) -> None:
+        """Before the next step: the event loop hears of a token when later ones are made."""
+        if job.params.watch is not None and (text := job.params.watch(pieces)):
             self.backend.inject(job, text)
 
     def _admit(self) -> None:
@@ -1131,6 +1153,8 @@ class Engine:
             except (ValueError, AssertionError) as exc:
                 log.error("job %d was refused: %s", job.id_task, exc)
                 self._end(job, EndKind.FAILED, f"the engine refused the request: {exc}")
+            else:
+                self._watch(job, [])
 
     def _recover(self, exc: BaseException) -> None:
         """Fails every job in a slot, rebuilds the generator; the waiting jobs go on after that."""
