@@ -181,6 +181,7 @@ class Job:
 
     params: GenerationParams
     on_update: Callable[[Update], None]
+    owner: Any = None  # the event loop's own
     id_task: int = -1
     id_slot: int = -1  # the slot held, -1 while waiting
     submitted: float = 0.0  # time.perf_counter()
