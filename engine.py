@@ -478,6 +478,9 @@ GENERATOR_PARTS = ("model", "cache", "tokenizer", "draft_model", "draft_cache")
 GENERATOR_GIB_OPTIONS = "cpu_cache_size disk_cache_size recurrent_cache_size".split()
 
 
+# Of the tokens that mark parts of code those that end an answer (llama.cpp, llama-vocab.cpp)
+ENDS_OF_CODE = ("<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>")
+
 Progress = Callable[[int, int], Any]  # modules loaded, modules in all
 
 
@@ -511,7 +514,8 @@ class Exl3Backend:
         tok = self.tokenizer
         shown, hidden = tok.get_id_to_piece_list(True), tok.get_id_to_piece_list(False)
         special = [i for i, piece in enumerate(shown) if piece != hidden[i]]
-        eos_ids = {*(self.config.eos_token_id_list or []), tok.eos_token_id} - {None}
+        eos_ids = {*(self.config.eos_token_id_list or []), tok.eos_token_id}
+        eos_ids = (eos_ids | set(map(self.single_id, ENDS_OF_CODE))) - {None}
         named, n_draft = self.args.draft_model_dir, self.generator.max_draft_tokens
         drafter = "mtp" if self.args.mtp else Path(named).name if named else "n-gram"
         draft = {"model": drafter, "n_max": n_draft} if n_draft else None

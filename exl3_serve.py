@@ -617,7 +617,7 @@ class Task:
     grammar: tuple[str, str] | None = None  # kind and source
     grammar_after: int | None = None  # the token after which it binds
     grammars: list[Any] = field(default_factory=list)  # compiled, one per choice
-    watch: Callable[[], ThoughtWatch] | None = None  # makes one per choice
+    watch: partial[ThoughtWatch] | None = None  # makes one per choice
 
     def flag(self, name: str) -> bool:
         return self.fields.get(name, False)
@@ -911,16 +911,14 @@ class ThoughtWatch:
         return ""
 
 
-def thought_watch(
-    model: Model, fields: dict[str, Any], in_thought: bool
-) -> Callable[[], ThoughtWatch] | None:
+def thought_watch(model: Model, fields: dict[str, Any], opened: bool) -> partial[Any] | None:
     """What makes the watch of a choice; None when none is needed."""
     budgets = [fields[name] for name in BUDGET_FIELDS if name in fields]
     budget = [*budgets, model.args.reasoning_budget][0]
     if budget < 0 and not fields.get("reasoning_control"):
         return None
     message = fields.get("reasoning_budget_message", model.args.reasoning_budget_message) or ""
-    return partial(ThoughtWatch, model, in_thought, budget, message + model.think.close)
+    return partial(ThoughtWatch, model, opened, budget, message + model.think.close)
 
 
 # ==== Choices =====================================================================================
@@ -1293,7 +1291,7 @@ class Answer:
                     frames += self.dialect.plain(choice, deltas)
                 else:
                     frames += self.feed(choice, piece)
-                late = "\n" in piece.text and update.predicted_s > self.max_predict_s
+                late = update.predicted_s > self.max_predict_s and "\n" in piece.text
                 if choice.pipeline.stopped or late:
                     choice.stop_type = "word" if choice.pipeline.stopped else "limit"
                     self.engine.cancel(choice.job)
@@ -1673,7 +1671,7 @@ def post_control(app: App, body: dict[str, Any]) -> Any:
 def file_under(folder: str | None, path: str) -> Path | None:
     """The file in the --path directory that a request names. Nothing hidden, no link that leads
     out of it; of a directory its index.html."""
-    if not folder or re.search(r"/\.|\0", path):
+    if not folder or not path or re.search(r"/\.|\0", path):
         return None
     root = Path(folder).resolve()
     files = [(root / f".{path}{index}").resolve() for index in ("", "/index.html")]
@@ -1767,7 +1765,8 @@ OPEN_ROUTES = ("/health", "/v1/health", "/models", "/v1/models", "/")
 
 FLAG: dict[str, Any] = {"action": "store_true"}
 ON_OFF = {"action": argparse.BooleanOptionalAction, "default": True}
-TRUE = ("1", "on", "true", "enabled")  # what llama-server takes for it in the environment
+# What llama-server takes for it in the environment
+TRUE, FALSE = ("1", "on", "true", "enabled"), ("0", "off", "false", "disabled")
 SPLIT = {"default": "auto", "choices": REASONING_FORMATS}
 NO_SPLIT = {"action": "store_const", "const": "none", "dest": "reasoning_format"}
 STR, INT, FLOAT = {"type": str}, {"type": int}, {"type": float}
@@ -1776,7 +1775,6 @@ KEYS, OBJECT = {"type": WORDS["type"]}, {"type": lambda text: dict(json.loads(te
 PREFIX = {"type": lambda text: ("/" + text.strip("/")).rstrip("/"), "default": ""}
 MINUS_1, PING, EFFORT = INT | {"default": -1}, FLOAT | {"default": 30.0}, {"choices": EFFORTS}
 TEMPERATURE = FLOAT | {"dest": "temperature"}
-CORS_HELP = "web origins served without a key, besides loopback; or *"
 # flags, environment variable, what argparse is told, help; llama-server's names where it has one
 OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--config", "", STR, "YAML or JSON file: any option by its long name"),
@@ -1789,7 +1787,7 @@ OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--ssl-cert-file", "LLAMA_ARG_SSL_CERT_FILE", STR, "certificates in PEM: serves HTTPS"),
     ("--ssl-key-file", "LLAMA_ARG_SSL_KEY_FILE", STR, "its key, if that is in another file"),
     ("--allowed-hosts", "", WORDS, "Host names served without a key, besides loopback"),
-    ("--cors-origins", "LLAMA_ARG_CORS_ORIGINS", WORDS, CORS_HELP),
+    ("--cors-origins", "LLAMA_ARG_CORS_ORIGINS", WORDS, "likewise web origins; or *"),
     ("--path", "LLAMA_ARG_STATIC_PATH", STR, "directory of a web UI, served at / without a key"),
     ("--api-prefix", "LLAMA_ARG_API_PREFIX", PREFIX, "what all paths begin with, as /llm"),
     ("--metrics", "LLAMA_ARG_ENDPOINT_METRICS", FLAG, "serve /metrics, for Prometheus"),
@@ -1802,12 +1800,7 @@ OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--reasoning-format", "LLAMA_ARG_THINK", SPLIT, "none: thoughts stay in the content"),
     ("--no-think-split", "", NO_SPLIT, "the same as --reasoning-format none"),
     ("--reasoning-effort", "LLAMA_ARG_REASONING_EFFORT", EFFORT, "for templates that know efforts"),
-    (
-        "--reasoning-budget",
-        "LLAMA_ARG_THINK_BUDGET",
-        MINUS_1,
-        "most tokens of a thought; -1: no limit",
-    ),
+    ("--reasoning-budget", "LLAMA_ARG_THINK_BUDGET", MINUS_1, "tokens of a thought; -1: no limit"),
     ("--reasoning-budget-message", "LLAMA_ARG_THINK_BUDGET_MESSAGE", STR, "ends a thought cut so"),
     ("-s --seed", "", MINUS_1, "-1: another one for every request"),
     ("--temp --temperature", "LLAMA_ARG_TEMPERATURE", TEMPERATURE, "default, as are the next"),
@@ -1836,41 +1829,56 @@ def make_parser() -> argparse.ArgumentParser:
     own = parser.add_argument_group(title)
     for flags, env, told, text in OPTIONS:
         text += f" [{env}]" if env else ""
-        if env in os.environ:
-            # argparse converts a default that is text, and complains of it, like any other value
-            value = os.environ[env]
-            told = told | {"default": value.lower() in TRUE if "action" in told else value}
         own.add_argument(*flags.split(), help=text, **told)
     own.add_argument("--version", action="version", version=f"exl3-serve {VERSION}")
     return parser
 
 
-def config_argv(parser: argparse.ArgumentParser, path: str) -> list[str]:
-    """The options in a --config file as they would stand on the command line, which follows them
-    and so wins. Those that the environment sets are left out: it wins too."""
+def read_config(parser: argparse.ArgumentParser, path: str) -> dict[str, Any]:
     try:
         import yaml
 
-        items = dict(yaml.safe_load(Path(path).read_text("utf-8")) or {}).items()
+        return dict(yaml.safe_load(Path(path).read_text("utf-8")) or {})
     except Exception as exc:  # yaml's errors have no base in common with the others
         parser.error(f"--config {path}: {' '.join(str(exc).split())}")
-    set_outside = {
-        flag for flags, env, *_ in OPTIONS if env in os.environ for flag in flags.split()
-    }
+
+
+def as_argv(parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[str]:
+    """Settings by the long names of options, as they would stand on the command line."""
     argv, known = [], parser._option_string_actions
-    for key, value in items:
-        flag = f"--{key}"
+    for key, value in settings.items():
+        flag, text = f"--{key}", str(value)
         if flag not in known:
-            parser.error(f"--config {path}: there is no option {flag}")
-        if value is None or flag in set_outside:
-            continue
-        if isinstance(value, bool) and known[flag].nargs == 0:
-            flag = flag if value else f"--no-{key}"
+            parser.error(f"--config: there is no option {flag}")
+        if isinstance(value, (list, dict)):
+            text = ",".join(map(str, value)) if isinstance(value, list) else dumps(value).decode()
+        if known[flag].nargs == 0 and text.lower() in TRUE + FALSE:
+            flag = flag if text.lower() in TRUE else f"--no-{key}"
             argv += [flag] if flag in known else []
-        else:
-            text = ",".join(map(str, value)) if isinstance(value, list) else value
-            argv.append(f"{flag}={dumps(text).decode() if isinstance(text, dict) else text}")
+        elif value is not None:
+            argv.append(f"{flag}={text}")
     return argv
+
+
+def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and all of them as a command line: of what is given twice the last wins, so
+    the configuration file stands first, then the environment."""
+    parser = make_parser()
+    rows = [(flags.split()[-1][2:], env) for flags, env, *_ in OPTIONS]
+    argv = as_argv(parser, {key: os.environ[env] for key, env in rows if env in os.environ}) + argv
+    args = parser.parse_args(argv)
+    if args.config:
+        argv = as_argv(parser, read_config(parser, args.config)) + argv
+        args = parser.parse_args(argv)
+    if args.parallel < 1 or args.max_tokens_cap < 0 or args.timeout <= 0:
+        parser.error("--parallel must be 1 or more, --max-tokens-cap not below 0, --timeout above")
+    if args.path and not Path(args.path).is_dir():
+        parser.error(f"--path {args.path} is no directory")
+    if args.ssl_key_file and not args.ssl_cert_file:
+        parser.error("--ssl-key-file needs --ssl-cert-file")
+    if not args.fake and not args.model_dir:
+        parser.error("-m/--model_dir is needed (or --fake)")
+    return args, argv
 
 
 def tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
@@ -1925,8 +1933,8 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         n_files = min(Limits.connections + SPARE_FILES, hard if hard > 0 else 10**9)
         resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, hard))
-    n_connections, t = max(SPARE_FILES, n_files - SPARE_FILES), args.timeout
-    limits = Limits(header_timeout=t, body_timeout=t, write_timeout=t, connections=n_connections)
+    t, n = args.timeout, max(SPARE_FILES, n_files - SPARE_FILES)
+    limits = Limits(header_timeout=t, body_timeout=t, write_timeout=t, connections=n)
     server = Server(app, limits)
     await server.serve(sockets, tls)
     for name in (signal.SIGINT, signal.SIGTERM):  # not add_signal_handler: Windows has none
@@ -1960,18 +1968,7 @@ def url_of(sock: Any, scheme: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    if args.config:
-        argv = config_argv(parser, args.config) + argv
-        args = parser.parse_args(argv)
-    if args.parallel < 1 or args.max_tokens_cap < 0:
-        parser.error("--parallel must be 1 or more, --max-tokens-cap 0 or more")
-    if args.ssl_key_file and not args.ssl_cert_file:
-        parser.error("--ssl-key-file needs --ssl-cert-file")
-    if not args.fake and not args.model_dir:
-        parser.error("-m/--model_dir is needed (or --fake)")
+    args, argv = parse_options(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         code = asyncio.run(serve(args, argv))

@@ -373,6 +373,18 @@ def test_no_path_leads_out_of_the_directory_or_to_what_is_hidden(fake_server, si
     assert server.request("GET", "/props")[1]["content-type"].startswith("application/json")
 
 
+def test_files_are_under_the_prefix_too_and_the_directory_must_exist(own_server, site):
+    server = own_server("--fake", "--path", site, "--api-prefix", "/llm").wait_listening()
+    eventually(lambda: server.get("/llm/health")[0] == 200)
+    for path in ("/llm", "/llm/", "/llm/index.html"):
+        assert server.request("GET", path)[2] == "this is index.html é".encode()
+    for path in ("/", "/index.html", "/sub", "/llmindex.html"):
+        assert server.request("GET", path)[0] == 404, path
+    assert server.request("GET", "/llm/props")[1]["content-type"].startswith("application/json")
+    missing = own_server("--fake", "--path", site / "missing")
+    assert missing.wait_end() == 2 and "missing" in missing.log().splitlines()[-1]
+
+
 def test_the_web_page_is_there_while_the_model_loads(own_server, site):
     options = ("--fake", "--path", site)
     server = own_server(*options, program="serve_faulty.py", FAULTY_LOAD_S="20").wait_listening()
@@ -517,3 +529,24 @@ def test_a_wrong_config_file_is_a_clear_line_and_exit_code_2(own_server, tmp_pat
 def test_a_missing_config_file_is_a_clear_line(own_server, tmp_path):
     server = own_server("--fake", "--config", tmp_path / "missing.yaml")
     assert server.wait_end() == 2 and "missing.yaml" in server.log().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"LLAMA_ARG_PORT": "x"}, {"LLAMA_ARG_THINK": "maybe"}, {"LLAMA_ARG_ENDPOINT_METRICS": "2"}],
+    ids=str,
+)
+def test_a_wrong_value_in_the_environment_is_a_clear_line_too(own_server, env):
+    server = own_server("--fake", **env)
+    assert server.wait_end() == 2
+    assert "error: argument --" in server.log().splitlines()[-1]
+
+
+def test_what_came_from_environment_and_file_is_in_the_engine_block_but_no_key(
+    own_server, tmp_path
+):
+    text = "fake: true\nmetrics: true\napi-key: sesame"
+    server = started_with(own_server, tmp_path, text, LLAMA_ARG_TOP_K="9").wait_ready()
+    assert server.request("GET", "/props")[0] == 401
+    key = {"Authorization": "Bearer sesame"}
+    assert b"sesame" not in server.request("GET", "/props", None, key)[2]
