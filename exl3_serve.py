@@ -16,7 +16,9 @@ Text stages are plain objects with feed() and finish(); a request that does not 
 the very same deltas, so both modes cannot differ.
 
 Everything here runs on the event loop except `prepare` of a large or slow request, which runs in
-a worker thread and touches only the request and what is fixed once the model is loaded.
+a worker thread and touches only the request and what is fixed once the model is loaded, and
+`ThoughtWatch`, which the engine thread calls between its steps and which shares one flag with
+/control. Files of --path are looked up and read on the loop: they are small and the operator's own.
 
 Reading order: as it stands. Limits, errors and checks; templates and the text pipeline; requests,
 choices, dialects and answers; routes; options and main.
@@ -144,12 +146,10 @@ FIELDS = {
         (Field(bool), "stream timings_per_token return_progress return_tokens ignore_eos"),
         (Field(bool), "cache_prompt add_generation_prompt reasoning_control"),
         (Field(dict), "stream_options chat_template_kwargs response_format json_schema"),
-        (Field(list, 0, MAX_STOPS, str), "samplers banned_strings"),
+        (Field(list, 0, MAX_STOPS, str), "samplers banned_strings response_fields"),
         (Field(list, 0, 8, str), "dry_sequence_breakers"),  # each is looked for in the vocabulary
-        (Field(list, item=dict), "tools"),
-        (Field(list, 0, MAX_MESSAGES, dict), "input_extra"),
+        (Field(list, item=dict), "tools input_extra"),
         (Field(str, 0, MAX_TEXT_CHARS), "input_prefix input_suffix"),
-        (Field(list, 0, MAX_STOPS, str), "response_fields"),
         (Field(list, 0, 0), "lora"),  # there are no adapters
         (Field(list, 1, MAX_MESSAGES), "messages"),
         (Field(str, 0, MAX_GRAMMAR_CHARS), "reasoning_effort reasoning_format grammar"),
@@ -1210,9 +1210,8 @@ class LlamaDialect(Dialect):
         whole |= {"tokens_cached": max(0, n_prompt + n_new - 1), "timings": choice.timings()}
         if choice.probs and not self.task.flag("stream"):
             whole["completion_probabilities"] = choice.probs
-        paths = self.task.fields.get("response_fields")
-        found = {path: member(whole, path) for path in paths or ()}
-        return {k: v for k, v in found.items() if v is not None} if paths else whole
+        wanted = {path: member(whole, path) for path in self.task.fields.get("response_fields", ())}
+        return {k: v for k, v in wanted.items() if v is not None} if wanted else whole
 
 
 def member(value: Any, path: str) -> Any:
@@ -1252,8 +1251,8 @@ class Answer:
         self.stream = task.flag("stream")
         self.shows_progress = self.stream and task.flag("return_progress")
         self.keeps = not self.stream or task.dialect.keeps_text
-        max_ms = task.fields.get("t_max_predict_ms", 0)  # the answer ends with a line after that
-        self.max_predict_s = max_ms / 1e3 if max_ms > 0 else INF
+        # After that the answer ends with the next line
+        self.max_predict_s = max(0, task.fields.get("t_max_predict_ms", 0)) / 1e3 or INF
         self.n_open = n
         self.closed = False  # nothing more is to be sent
 
@@ -1424,8 +1423,10 @@ class App:
                 error.headers.append(("Allow", allowed))
                 raise error
             handler = methods[method]
-            if file is None:
-                self.check_ready()
+            if file is None and not self.ready:
+                raise ApiError(503, "Loading model", progress=round(self.progress, 3))
+            if file is None and self.engine.fatal:
+                raise ApiError(503, f"the engine has failed: {self.engine.fatal}")
             if isinstance(handler, str):
                 raise ApiError(501, f"this server does not support {handler}")
             if request.headers.get("content-encoding", "identity") != "identity":
@@ -1434,12 +1435,6 @@ class App:
         except ApiError as error:
             return self.error_response(error, request)
         return None
-
-    def check_ready(self) -> None:
-        if not self.ready:
-            raise ApiError(503, "Loading model", progress=round(self.progress, 3))
-        if self.engine.fatal:
-            raise ApiError(503, f"the engine has failed: {self.engine.fatal}")
 
     def check_host(self, request: Request) -> None:
         """Without a key a web page must not drive the model: neither by rebinding a name to the
@@ -1597,8 +1592,8 @@ def get_slots(app: App, query: dict[str, str]) -> Any:
         row |= {"is_processing": job is not None, "n_past": 0}
         if job is not None:
             last, task = job.last or eng.Update(job), job.owner
-            n, n_prompt, n_left = last.n_decoded, len(job.params.prompt_ids), job.params.max_tokens
-            n_taken, n_left = n_prompt if n else last.progress or 0, n_left - n
+            n, n_prompt = last.n_decoded, len(job.params.prompt_ids)
+            n_taken, n_left = n_prompt if n else last.progress or 0, job.params.max_tokens - n
             n_cached = min(n_taken, last.n_cached)
             row |= {"n_past": n_taken + n, "id_task": job.id_task, "n_prompt_tokens": n_prompt}
             row |= {"n_prompt_tokens_cache": n_cached, "n_decoded": n, "n_remain": n_left}
@@ -1657,9 +1652,9 @@ def post_control(app: App, body: dict[str, Any]) -> Any:
     """Ends the thought of a chat that is running and was sent with `reasoning_control`."""
     name = check(body.get("id"), "id", Field(str, 1))
     one_of(body.get("action"), "action", ("reasoning_end",))
-    chats = [a for a in list(app.answers) if isinstance(a.dialect, OpenAIDialect)]
-    chats = [chat for chat in chats if chat.dialect.common["id"] == name]
-    watches: list[Any] = [choice.watch for chat in chats for choice in chat.choices]
+    dialects = [answer.dialect for answer in list(app.answers)]
+    found = [dialect for dialect in dialects if getattr(dialect, "common", {}).get("id") == name]
+    watches: list[Any] = [choice.watch for dialect in found for choice in dialect.choices]
     if None in watches:
         return {"success": False, "message": "reasoning control not enabled for this completion"}
     for watch in watches:
@@ -1881,9 +1876,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return args, argv
 
 
-def tls_context(args: argparse.Namespace) -> ssl.SSLContext | None:
-    if not args.ssl_cert_file:
-        return None
+def tls_context(args: argparse.Namespace) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(args.ssl_cert_file, args.ssl_key_file)
@@ -1921,7 +1914,7 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     """Binds, answers 503 while the model loads, serves until a signal or a failed load."""
     if not args.fake and not Path(args.model_dir, "config.json").is_file():
         raise OSError(f"cannot load the model: there is no config.json in {args.model_dir}")
-    tls, keys = tls_context(args), read_keys(args)
+    tls, keys = tls_context(args) if args.ssl_cert_file else None, read_keys(args)
     sockets = bind(args.host or "127.0.0.1", args.port)
     urls = [url_of(sock, "https" if tls else "http") for sock in sockets]
     local = all(url[:5] == "unix:" or is_loopback(url.partition("://")[2]) for url in urls)
