@@ -39,7 +39,6 @@ Reading order: data, contract, fake, exllamav3 backend, engine thread.
 from __future__ import annotations
 
 import ast
-import asyncio
 import codecs
 import copy
 import importlib.util
@@ -48,16 +47,16 @@ import json
 import logging
 import os
 import re
-import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections import Counter, defaultdict, deque
+from asyncio import AbstractEventLoop
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property, lru_cache, partial
-from math import prod
+from functools import lru_cache, partial
+from math import inf, prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,7 +68,7 @@ MAX_UNDELIVERED = 2  # batches the event loop may lag behind the engine thread (
 REQUEUE_TOKENS = 2048  # a job too big for its share of the cache takes it in rounds of this many
 FAKE_CHUNK = 512  # prompt tokens the fake engine takes per step, llama-server's n_ubatch
 MAX_GRAMMARS = 64  # compiled ones kept for the next request with the same
-RECOVERY_WINDOW_S = 60.0  # --recovery-attempts are counted within this time
+RECOVERY_WINDOW_S = 60.0  # Engine.max_recoveries are counted within this time
 
 # Sampling keys the engine understands: llama-server's names, each with the value that turns it off.
 NEUTRAL_SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -104,9 +103,8 @@ class ModelInfo:
     n_ctx: int  # tokens one request may use: prompt and answer together
     n_vocab: int
     engine: dict[str, Any]  # the `engine` block of /props
-    eos_ids: frozenset[
-        int
-    ]  # every token that ends an answer (config, tokenizer, generation config)
+    # every token that ends an answer (config, tokenizer, generation config)
+    eos_ids: frozenset[int]
     eos_id: int | None
     bos_id: int | None = None
     add_bos: bool = False  # the tokenizer puts BOS in front of a text
@@ -143,11 +141,11 @@ class Piece:
 
 
 class EndKind(Enum):
-    """How a job ended; the first three are `done` in the grammar above."""
+    """How a job ended; the first three are `done` above and have exllamav3's `eos_reason`."""
 
-    STOP = "eos"  # a stop token was generated
-    LIMIT = "limit"
-    GRAMMAR = "grammar"  # the grammar allows nothing more
+    STOP = "stop_token"
+    LIMIT = "max_new_tokens"
+    GRAMMAR = "end_filter"  # the grammar allows nothing more
     CANCELLED = "cancelled"
     FAILED = "failed"
 
@@ -184,14 +182,12 @@ class Job:
     owner: Any = None  # the event loop's own
     id_task: int = -1
     id_slot: int = -1  # the slot held, -1 while waiting
-    submitted: float = 0.0  # time.perf_counter()
-    started: float = 0.0  # likewise; 0 until a slot was free
+    started: float = 0.0  # time.perf_counter(); 0 until a slot was free
     cancelled: bool = False  # no more updates are wanted but the end
     ended: bool = False
     last: Update | None = None  # the newest update that the engine made: for /slots
     n_decoded: int = 0  # the backend's own count
     handle: Any = None  # the backend's own object
-    pending_filters: bool = False  # the grammar waits until an injected text is through
 
 
 # ==== Contract ====================================================================================
@@ -212,10 +208,7 @@ class Backend(Protocol):
         """One step: at most one update per job. Any exception means the generator has failed."""
 
     def remaining(self) -> int:
-        """Jobs submitted and not ended."""
-
-    def idle(self) -> bool:
-        """Does a little housekeeping; True when there is more of it."""
+        """Jobs submitted and not ended; without any, 1 while steps of housekeeping are left."""
 
     def inject(self, job: Job, text: str) -> None:
         """Makes `text` the job's next tokens; a grammar starts anew after them."""
@@ -237,6 +230,7 @@ class Backend(Protocol):
 
     def single_id(self, text: str) -> int | None:
         """* The id of the token whose text this is exactly, if there is one."""
+        return None
 
     def compile_grammar(self, kind: str, source: str, trigger_id: int | None) -> Any:
         """* A fresh constraint for one job; BadGrammar with the reason.
@@ -249,21 +243,7 @@ class Backend(Protocol):
 # ==== The fake engine =============================================================================
 
 
-@dataclass(slots=True)
-class _FakeRun:
-    """A running job of the fake: what is still to be said and what was taken of the prompt."""
-
-    job: Job
-    script: Iterator[Any]
-    n_done: int = 0  # prompt tokens taken
-    n_decoded: int = 0
-    time_started: float = 0.0
-    time_decode: float = 0.0
-    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
-    held_ids: list[int] = field(default_factory=list)
-
-
-class FakeBackend:
+class FakeBackend(Backend):
     """The contract without a model: one piece a step and job, on its own clock.
 
     Prompt tokens are the bytes of the prompt (ids 0-255), 256 ends an answer, ids above name the
@@ -278,88 +258,81 @@ class FakeBackend:
         """`args`: `fake_delay` seconds a step, `fake_script` a path or None, `cache_size`."""
         self.delay_s = args.fake_delay
         self.script = json.loads(Path(args.fake_script).read_text()) if args.fake_script else None
-        self.runs: dict[int, _FakeRun] = {}
+        self.runs: dict[Job, Iterator[Update]] = {}
         self.said: dict[bytes, int] = {}  # the ids of pieces
         engine = {"name": "fake", "server_pid": os.getpid()}
         eos = frozenset([self.EOS])
         self.info = ModelInfo(model_dir, args.cache_size, self.N_VOCAB, engine, eos, self.EOS)
 
     def submit(self, job: Job) -> None:
-        job.handle = run = _FakeRun(job, self._script_for(job.params))
-        self.runs[job.id_task] = run
+        job.handle = deque()  # texts to inject
+        self.runs[job] = self._run(job)
 
-    def _script_for(self, params: GenerationParams) -> Iterator[Any]:
-        items, n = self.script, len(params.prompt_ids)
+    def _script_of(self, job: Job) -> Iterator[Any]:
+        """What a job says, item by item: an injected text as soon as there is one."""
+        items, ids = self.script, job.params.prompt_ids
         if items is None:
             text = "This is the fake engine of exl3-serve: no model is loaded. Your prompt has "
-            text += f"{n} tokens and the sum of their ids is {sum(params.prompt_ids)}."
+            text += f"{len(ids)} tokens and the sum of their ids is {sum(ids)}."
             items = re.findall(r"^\S+|\s\S+", text)
-        return itertools.cycle(items) if params.ignore_eos else iter(items)
+        script = itertools.cycle(items) if job.params.ignore_eos else iter(items)
+        while job.params.max_tokens:
+            yield job.handle.popleft() if job.handle else next(script, {"end": "stop"})
+        yield {"end": "length"}
 
     def cancel(self, job: Job) -> None:
-        self.runs.pop(job.id_task, None)
+        self.runs.pop(job, None)
 
     def iterate(self) -> list[Update]:
-        now = time.perf_counter()
-        for run in self.runs.values():
-            run.time_started = run.time_started or now
-        if self.delay_s:
-            time.sleep(self.delay_s)
-        updates = [self._step(run, now) for run in self.runs.values()]
-        for update in updates:
-            if update.end is not None:
-                del self.runs[update.job.id_task]
-        return updates
+        self.step_started = time.perf_counter()
+        time.sleep(self.delay_s)
+        return [next(run) for run in list(self.runs.values())]
 
-    def _step(self, run: _FakeRun, step_start: float) -> Update:
-        """A chunk of the prompt or one piece, never both: the two clocks must not share a step."""
-        n_prompt = len(run.job.params.prompt_ids)
-        update = Update(run.job, started=run.n_done == 0)
-        if run.n_done < n_prompt:
-            update.progress = run.n_done = min(n_prompt, run.n_done + FAKE_CHUNK)
-        else:
-            run.time_decode = run.time_decode or step_start
-            self._decode(run, update)
-        now = time.perf_counter()
-        update.prompt_s = (run.time_decode or now) - run.time_started
-        update.n_decoded = run.n_decoded
-        update.predicted_s = now - run.time_decode if run.n_decoded else 0.0
-        return update
+    def _run(self, job: Job) -> Iterator[Update]:
+        """The life of a job, a step each time it is resumed; it ends by leaving `runs`.
 
-    def _decode(self, run: _FakeRun, update: Update) -> None:
-        params = run.job.params
-        item = next(run.script, {"end": "stop"}) if params.max_tokens else {"end": "length"}
-        data, ids = b"", []
-        match item:
-            case {"error": text}:
-                update.end, update.error = EndKind.FAILED, text
-                return
-            case {"end": "length"}:
+        A chunk of the prompt or one piece, never both: the two clocks must not share a step.
+        """
+        params, n_prompt, started = job.params, len(job.params.prompt_ids), self.step_started
+        for n in range(0, n_prompt, FAKE_CHUNK):
+            prompt_s = time.perf_counter() - started
+            yield Update(job, n == 0, min(n_prompt, n + FAKE_CHUNK), prompt_s=prompt_s)
+        decode_started = self.step_started
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # tokens in pieces, and those since then that are no whole character
+        n_said, ids = 0, list[int]()
+        for item in self._script_of(job):
+            update, data = Update(job, prompt_s=decode_started - started), b""
+            match item:
+                case {"error": text}:
+                    update.end, update.error, ids = EndKind.FAILED, text, []
+                case {"end": "length"}:
+                    update.end = EndKind.LIMIT
+                case {"end": _}:
+                    update.end, ids = EndKind.STOP, [*ids, self.EOS]
+                case _:
+                    data = item.encode() if isinstance(item, str) else bytes.fromhex(item["hex"])
+                    ids = [*ids, self._id_of(data)]
+            update.n_decoded = n_said + len(ids)
+            if update.end is None and update.n_decoded >= params.max_tokens:
                 update.end = EndKind.LIMIT
-            case {"end": _}:
-                update.end, ids = EndKind.STOP, [self.EOS]
-            case _:
-                data = bytes.fromhex(item["hex"]) if isinstance(item, dict) else str(item).encode()
-                ids = [self._id_of(data)]
-        run.n_decoded += len(ids)
-        if update.end is None and run.n_decoded >= params.max_tokens:
-            update.end = EndKind.LIMIT
-        text = run.decoder.decode(data, final=update.end is not None)
-        run.held_ids += ids
-        if run.held_ids and (text or update.end is not None):
-            probs = [(1.0, [(i, 1.0)][: params.n_probs]) for i in run.held_ids]
-            shown = probs if params.n_probs >= 0 else None
-            update.pieces.append(Piece(text, run.held_ids, run.n_decoded, shown))
-            run.held_ids = []
+            text = decoder.decode(data, final=update.end is not None)
+            if ids and (text or update.end is not None):
+                probs = [(1.0, [(i, 1.0)][: params.n_probs]) for i in ids]
+                shown = probs if params.n_probs >= 0 else None
+                update.pieces.append(Piece(text, ids, update.n_decoded, shown))
+                n_said, ids = update.n_decoded, []
+            if update.n_decoded:
+                update.predicted_s = time.perf_counter() - decode_started
+            if update.end is not None:
+                self.cancel(job)
+            yield update
 
     def remaining(self) -> int:
         return len(self.runs)
 
-    def idle(self) -> bool:
-        return False
-
     def inject(self, job: Job, text: str) -> None:
-        job.handle.script = itertools.chain([text], job.handle.script)
+        job.handle.append(text)
 
     def rebuild(self) -> None:
         self.runs.clear()
@@ -382,40 +355,32 @@ class FakeBackend:
             self.said.clear()
         return data[0] if len(data) == 1 else self.said.setdefault(data, 257 + len(self.said))
 
-    def single_id(self, text: str) -> int | None:
-        return None
-
     def compile_grammar(self, kind: str, source: str, trigger_id: int | None) -> Any:
         if importlib.util.find_spec("llguidance"):
             _check_grammar(kind, source)
-        return None
 
 
 # ==== exllamav3 ===================================================================================
 
 
-def add_model_args(parser: ArgumentParser) -> bool:
+def add_model_args(parser: ArgumentParser) -> None:
     """Adds exllamav3's own flags to `parser`, exactly as the installed version defines them.
 
     `model_init.add_args` is taken out of the installed source and run alone, because importing
-    exllamav3 can compile CUDA code for minutes. False when exllamav3 is not installed: then only
-    the two flags that the fake engine understands are there.
+    exllamav3 can compile CUDA code for minutes. Where exllamav3 is not installed there are only
+    the two flags that the fake engine understands.
     """
     spec = importlib.util.find_spec("exllamav3")
     if spec is None or spec.origin is None:
         parser.add_argument("-m", "--model_dir", help="Path to model directory")
         parser.add_argument("-cs", "--cache_size", type=int, default=32768, help="n_ctx in tokens")
-        return False
-    source = (Path(spec.origin).parent / "model_init.py").read_text(encoding="utf-8")
-    tree = ast.parse(source)
+        return
+    tree = ast.parse(Path(spec.origin).with_name("model_init.py").read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if getattr(node, "name", "") == "add_args"]
     names: dict[str, Any] = {"ArgumentParser": ArgumentParser}
     exec(compile(tree, "model_init.py", "exec"), names)
     names["add_args"](parser, default_cache_size=32768, add_draft_model_args=True)
-    for action in parser._actions:
-        if action.dest == "model_dir":
-            action.required = False  # --fake needs none; main() asks for it otherwise
-    return True
+    parser._option_string_actions["-m"].required = False  # --fake needs none; main() asks otherwise
 
 
 def _check_grammar(kind: str, source: str, tokenizer: Any = None) -> None:
@@ -433,48 +398,40 @@ def _check_grammar(kind: str, source: str, tokenizer: Any = None) -> None:
 def make_sampler(params: GenerationParams, tokenizer: Any) -> Any:
     """The exllamav3 sampler for these settings: llama-server's order and meanings.
 
-    Temperature 0 (or below) is greedy. Steps that are off are left out; exllamav3 inserts the
-    sorting and normalising between the others itself. One sampler serves one job: some keep state.
+    Temperature 0 (or below) is greedy. exllamav3 leaves out steps that do nothing, and inserts the
+    sorting and normalising between the others. One sampler serves one job: some keep state.
     """
     from exllamav3.generator import sampler as s
 
     o = NEUTRAL_SAMPLING | params.sampling
     last_n = o["repeat_last_n"] if o["repeat_last_n"] >= 0 else int(10e7)
-    dry_n, xtc = o["dry_penalty_last_n"], (o["xtc_probability"], o["xtc_threshold"])
-    dry = (o["dry_multiplier"], o["dry_base"], o["dry_allowed_length"], max(dry_n, 0))
-    breakers = partial(s.dry_sequence_breaker_tokens, tokenizer, tuple(o["dry_sequence_breakers"]))
-    rep, presence = o["repeat_penalty"], (o["presence_penalty"], o["frequency_penalty"])
-    # name in llama-server's `samplers`, whether it does anything, the step
-    table: list[tuple[str, Any, Callable[[], Any]]] = [
-        ("penalties", last_n and rep != 1.0, lambda: s.SS_RepP(rep, last_n, 0)),
-        ("penalties", last_n and any(presence), lambda: s.SS_PresFreqP(*presence, last_n, 0)),
-        ("dry", dry[0] and dry_n, lambda: s.SS_DRY(*dry, breakers())),
-        ("top_k", o["top_k"] > 0, lambda: s.SS_TopK(o["top_k"])),
-        ("top_p", o["top_p"] < 1, lambda: s.SS_TopP(o["top_p"])),
-        ("min_p", o["min_p"] > 0, lambda: s.SS_MinP(o["min_p"])),
-        ("xtc", xtc[0] > 0 and xtc[1] <= 0.5, lambda: s.SS_XTC(*xtc, [])),
-        ("temperature", o["temperature"] != 1.0, lambda: s.SS_Temperature(o["temperature"])),
-    ]
     # exllamav3 takes biases and penalties on untouched logits only, so they always come first
-    early = [name for name in ("penalties", "dry") if name in o["samplers"]]
-    late = [name for name in o["samplers"] if name not in ("penalties", "dry")]
-    greedy = o["temperature"] <= 0
-    order = early if greedy else early + late
-    stack = [s.SS_LogitBias(params.logit_bias)] if params.logit_bias else []
-    stack += [make() for name in order for row, on, make in table if row == name and on]
-    if greedy:
-        stack.append(s.SS_Argmax())
-    elif 0 <= o["adaptive_target"] < 1:
-        stack.append(s.SS_AdaptiveP(o["adaptive_target"], o["adaptive_decay"]))
-    else:
-        stack.append(s.SS_Sample())
-    return s.CustomSampler(stack)
+    stack = [s.SS_LogitBias(params.logit_bias)]
+    if "penalties" in o["samplers"]:
+        stack.append(s.SS_RepP(o["repeat_penalty"], last_n, 0))
+        stack.append(s.SS_PresFreqP(o["presence_penalty"], o["frequency_penalty"], last_n, 0))
+    if "dry" in o["samplers"] and o["dry_multiplier"] and o["dry_penalty_last_n"]:
+        breakers = s.dry_sequence_breaker_tokens(tokenizer, tuple(o["dry_sequence_breakers"]))
+        dry = (o["dry_multiplier"], o["dry_base"], o["dry_allowed_length"])
+        stack.append(s.SS_DRY(*dry, max(o["dry_penalty_last_n"], 0), breakers))
+    if o["temperature"] <= 0:
+        return s.CustomSampler([*stack, s.SS_Argmax()])
+    others = {
+        "top_k": s.SS_TopK(o["top_k"]),
+        "top_p": s.SS_TopP(o["top_p"]),
+        "min_p": s.SS_MinP(o["min_p"]),
+        "xtc": s.SS_XTC(o["xtc_probability"], o["xtc_threshold"], []),
+        "temperature": s.SS_Temperature(o["temperature"]),
+    }
+    stack += [others[name] for name in o["samplers"] if name in others]
+    adaptive = 0 <= o["adaptive_target"] < 1
+    last = s.SS_AdaptiveP(o["adaptive_target"], o["adaptive_decay"]) if adaptive else s.SS_Sample()
+    return s.CustomSampler([*stack, last])
 
 
 # model_init's arguments that its init() leaves to the Generator, under the Generator's own names
 GENERATOR_OPTIONS = "num_draft_tokens ngram_match_min ngram_corpus hybrid_draft_tokens".split()
 GENERATOR_OPTIONS += "draft_confidence sparse_draft_head disk_cache_dir".split()
-GENERATOR_PARTS = ("model", "cache", "tokenizer", "draft_model", "draft_cache")
 GENERATOR_GIB_OPTIONS = "cpu_cache_size disk_cache_size recurrent_cache_size".split()
 
 
@@ -493,17 +450,17 @@ class Exl3Backend:
 
     def __init__(self, args: Namespace, n_slots: int, argv: list[str], on_progress: Progress):
         """Loads the model; minutes. LoadError, or whatever exllamav3 raises, when it cannot."""
-        from exllamav3 import model_init
+        from exllamav3.model_init import init
 
         if args.mtp and args.num_draft_tokens is None:
             args.num_draft_tokens = 1
         args.autosplit_max_batch_size = max(args.autosplit_max_batch_size, n_slots)
-        loaded = model_init.init(args, callback=on_progress)
-        self.model, self.config, self.cache, self.tokenizer = loaded[:4]
-        self.draft_model, _, self.draft_cache = loaded[4:]
-        self.args = args
-        self.n_slots = n_slots
-        self._grammars: dict[tuple[str, str, int | None], Any] = {}
+        model, _, cache, self.tokenizer, draft, _, draft_cache = init(args, callback=on_progress)
+        self.parts = {"model": model, "cache": cache}
+        self.parts |= {"draft_model": draft, "draft_cache": draft_cache}
+        self.args, self.n_slots = args, n_slots
+        # encode() keeps its option on the object, so each value of it has one: no lock needed
+        self.plain_tokenizer = type(self.tokenizer).from_config(self.tokenizer.config)
         self.rebuild()
         served = self.generator.max_batch_size
         if served < n_slots:
@@ -513,23 +470,21 @@ class Exl3Backend:
     def _info(self, argv: list[str]) -> ModelInfo:
         tok = self.tokenizer
         shown, hidden = tok.get_id_to_piece_list(True), tok.get_id_to_piece_list(False)
-        special = [i for i, piece in enumerate(shown) if piece != hidden[i]]
-        eos_ids = {*(self.config.eos_token_id_list or []), tok.eos_token_id}
-        eos_ids = (eos_ids | set(map(self.single_id, ENDS_OF_CODE))) - {None}
+        eos_ids = {*(tok.config.eos_token_id_list or []), tok.eos_token_id}
+        eos_ids |= set(map(self.single_id, ENDS_OF_CODE))
         named, n_draft = self.args.draft_model_dir, self.generator.max_draft_tokens
         drafter = "mtp" if self.args.mtp else Path(named).name if named else "n-gram"
         draft = {"model": drafter, "n_max": n_draft} if n_draft else None
-        loaded = (self.model, self.cache, self.draft_model, self.draft_cache)
         return ModelInfo(
             model_dir=os.path.abspath(self.args.model_dir),
             n_ctx=self.generator.max_total_tokens - n_draft,
             n_vocab=tok.actual_vocab_size,
-            engine=engine_block(self.args.model_dir, argv, draft, *loaded),
-            eos_ids=frozenset(eos_ids),
+            engine=engine_block(self.args.model_dir, argv, draft, *self.parts.values()),
+            eos_ids=frozenset(eos_ids - {None}),
             eos_id=tok.eos_token_id,
             bos_id=tok.bos_token_id,
             add_bos=tok.bos_token_id in tok.tokenizer.encode("x").ids[:1],
-            special_ids=frozenset(special),
+            special_ids=frozenset(i for i, piece in enumerate(shown) if piece != hidden[i]),
         )
 
     def rebuild(self) -> None:
@@ -543,23 +498,17 @@ class Exl3Backend:
             old.close()
         options = {name: getattr(self.args, name) for name in GENERATOR_OPTIONS}
         sizes = {name: int(getattr(self.args, name) * 1024**3) for name in GENERATOR_GIB_OPTIONS}
-        own = {name: getattr(self, name) for name in GENERATOR_PARTS}
-        self.generator = Generator(
-            max_batch_size=self.n_slots,
-            max_chunk_size=self.args.chunk_size,
-            dynamic_draft_tokens=self.args.dynamic_draft,
-            **own | options | sizes,
-        )
-        self._jobs: dict[int, Job] = {}
+        options |= {"max_batch_size": self.n_slots, "max_chunk_size": self.args.chunk_size}
+        options |= {"dynamic_draft_tokens": self.args.dynamic_draft, "tokenizer": self.tokenizer}
+        self.generator = Generator(**self.parts | options | sizes)
 
     def submit(self, job: Job) -> None:
         import torch
         from exllamav3 import Job as Exl3Job
 
         p = job.params
-        n_prompt, n_new = len(p.prompt_ids), max(1, p.max_tokens)
-        share = self.generator.max_total_tokens // self.n_slots
-        too_big = n_prompt + n_new + 1 + self.generator.max_draft_tokens > share
+        n_new, share = max(1, p.max_tokens), self.generator.max_total_tokens // self.n_slots
+        too_big = len(p.prompt_ids) + n_new + 1 + self.generator.max_draft_tokens > share
         job.handle = Exl3Job(
             input_ids=torch.tensor([p.prompt_ids], dtype=torch.long),
             max_new_tokens=n_new,
@@ -573,111 +522,87 @@ class Exl3Backend:
             return_probs=p.n_probs >= 0,
             filters=[p.grammar] if p.grammar else [],
             identifier=job,
-            banned_strings=p.banned_strings or None,
+            banned_strings=p.banned_strings,
         )
         self.generator.enqueue(job.handle)
-        self._jobs[job.id_task] = job
 
     def cancel(self, job: Job) -> None:
         self.generator.cancel(job.handle)
-        self._jobs.pop(job.id_task, None)
 
     def iterate(self) -> list[Update]:
-        updates: dict[int, Update] = {}
+        if not self.generator.num_remaining_jobs():
+            self.generator.idle_work()
+            return []
+        updates: dict[Job, Update] = {}
         for result in self.generator.iterate():
             job: Job = result["job"].identifier
-            update = updates.get(job.id_task) or updates.setdefault(job.id_task, Update(job))
-            self.ROUTES[result["stage"]](self, update, result)
-        now = time.time()  # exllamav3's clock
+            self._take(updates.setdefault(job, Update(job)), result)
         for update in updates.values():
-            self._figures(update, now)
-            if update.end is not None:
-                self._jobs.pop(update.job.id_task, None)
+            self._figures(update)
         return list(updates.values())
 
-    def _on_started(self, update: Update, result: dict[str, Any]) -> None:
-        update.started = not update.job.n_decoded  # later rounds of a job start again
+    def _take(self, update: Update, result: dict[str, Any]) -> None:
+        job, h = update.job, update.job.handle
+        match result["stage"]:
+            case "started":
+                update.started = not job.n_decoded  # later rounds of a job start again
+            case "prefill" if not job.n_decoded:
+                update.progress = result["curr_progress"]
+            case "error":
+                log.error("job %d failed", job.id_task, exc_info=result["error"])
+                update.end, update.error = EndKind.FAILED, f"the engine failed: {result['error']}"
+            case "streaming":
+                self._add_piece(update, result, result.get("text", ""))
+                if h.filters_suspended and h.forced_ids is None:
+                    for grammar in h.filters:
+                        grammar.trigger_token = None  # it was in the injected text
+                    h.set_filters(h.filters)  # an injected text is through, the grammar starts anew
+        if "eos_reason" in result:
+            update.end = EndKind(result["eos_reason"])
+        if update.end is EndKind.GRAMMAR and job.params.grammar._matcher.is_error():
+            reason = job.params.grammar._matcher.get_error()[:200]
+            update.end, update.error = EndKind.FAILED, f"the grammar failed: {reason}"
+        held = result.get("held", {})
+        if "token_ids" in held:
+            # The stop token, perhaps behind a character that stays incomplete
+            self._add_piece(update, held, self.decode(held["token_ids"].tolist()[0][:-1]))
 
-    def _on_prefill(self, update: Update, result: dict[str, Any]) -> None:
-        if not update.job.n_decoded:
-            update.progress = result["curr_progress"]
-
-    def _on_error(self, update: Update, result: dict[str, Any]) -> None:
-        log.error("job %d failed", update.job.id_task, exc_info=result["error"])
-        update.end, update.error = EndKind.FAILED, f"the engine failed: {result['error']}"
-
-    def _on_streaming(self, update: Update, result: dict[str, Any]) -> None:
-        job, ids = update.job, result.get("token_ids")
-        if ids is not None and job.params.max_tokens > 0:
-            self._add_piece(update, result.get("text", ""), ids.tolist()[0], result)
-        if job.pending_filters and job.handle.forced_ids is None:
-            job.pending_filters = False
-            job.params.grammar.trigger_token = None  # it was in the injected text
-            job.handle.set_filters([job.params.grammar])
-        if result["eos"]:
-            self._on_eos(update, result)
-
-    def _add_piece(self, update: Update, text: str, ids: list[int], result: dict[str, Any]) -> None:
-        job = update.job
+    def _add_piece(self, update: Update, result: dict[str, Any], text: str) -> None:
+        job, params = update.job, update.job.params
+        if "token_ids" not in result or params.max_tokens == 0:
+            return
+        ids = result["token_ids"].tolist()[0]
         job.n_decoded += len(ids)
-        hidden = ids[-1] in self.info.special_ids and ids[-1] not in job.params.visible_ids
-        if hidden and len(ids) == 1:
+        if len(ids) == 1 and ids[0] in self.info.special_ids and ids[0] not in params.visible_ids:
             text = ""
         probs = None
-        if job.params.n_probs >= 0:
-            names = ("top_k_tokens", "top_k_probs") if job.params.n_probs else ()
+        if params.n_probs >= 0:
+            names = ("top_k_tokens", "top_k_probs") if params.n_probs else ()
             rows = [result[name].tolist()[0] for name in names] or [[[]] * len(ids)] * 2
             tops = [list(zip(*pair, strict=True)) for pair in zip(*rows, strict=True)]
             probs = list(zip(result["token_probs"].tolist()[0], tops, strict=True))
         update.pieces.append(Piece(text, ids, job.n_decoded, probs))
 
-    ENDS = {"stop_token": EndKind.STOP, "max_new_tokens": EndKind.LIMIT}
-    ENDS |= {"end_filter": EndKind.GRAMMAR}
-
-    def _on_eos(self, update: Update, result: dict[str, Any]) -> None:
-        job = update.job
-        update.end = self.ENDS[result["eos_reason"]]
-        if update.end is EndKind.GRAMMAR and job.params.grammar._matcher.is_error():
-            reason = job.params.grammar._matcher.get_error()
-            update.end, update.error = EndKind.FAILED, f"the grammar failed: {reason[:200]}"
-        held = result.get("held")
-        if held and "token_ids" in held and job.params.max_tokens > 0:
-            # The stop token, perhaps behind a character that stays incomplete
-            ids = held["token_ids"].tolist()[0]
-            self._add_piece(update, self.decode(ids[:-1]) if len(ids) > 1 else "", ids, held)
-
-    ROUTES = {"started": _on_started, "prefill": _on_prefill}
-    ROUTES |= {"streaming": _on_streaming, "error": _on_error}
-
-    def _figures(self, update: Update, now: float) -> None:
-        """What is true of a job at the end of this step, `now` on exllamav3's clock."""
-        job, h = update.job, update.job.handle
+    def _figures(self, update: Update) -> None:
+        """What is true of a job now, at the end of a step. exllamav3's clock is time.time()."""
+        h, first = update.job.handle, update.job.handle.time_first_token
         # Several rounds of a job: the cache counts in the first, the times add up
-        cached = h.rq_cached[1] if h.rq_cached else h.cached_pages * 256 + h.cached_tokens
-        prompt_s, predicted_s, first = h.time_prefill, h.time_generate, h.time_first_token
+        update.n_cached = h.rq_cached[1] if h.rq_cached else h.cached_pages * 256 + h.cached_tokens
+        update.prompt_s, update.predicted_s = h.time_prefill, h.time_generate
         if update.end is None and h.time_first_prefill is not None:
-            prompt_s += (first or now) - h.time_first_prefill
-            predicted_s += now - first if first else 0.0
-        update.n_cached, update.prompt_s, update.predicted_s = cached, prompt_s, predicted_s
-        update.n_decoded = h.rq_new_tokens + h.new_tokens if update.end else job.n_decoded
-        if job.params.max_tokens == 0:
+            update.prompt_s += (first or time.time()) - h.time_first_prefill
+            update.predicted_s += time.time() - first if first else 0.0
+        update.n_decoded = h.rq_new_tokens + h.new_tokens if update.end else update.job.n_decoded
+        if update.job.params.max_tokens == 0:
             update.n_decoded, update.predicted_s = 0, 0.0
-        if self.generator.max_draft_tokens:
-            update.n_draft_accepted = h.accepted_draft_tokens
-            update.n_draft = h.accepted_draft_tokens + h.rejected_draft_tokens
+        update.n_draft_accepted = h.accepted_draft_tokens
+        update.n_draft = h.accepted_draft_tokens + h.rejected_draft_tokens
 
     def remaining(self) -> int:
-        return len(self._jobs)
-
-    def idle(self) -> bool:
-        if not self.generator.has_idle_work():
-            return False
-        self.generator.idle_work()
-        return True
+        return self.generator.num_remaining_jobs() or int(self.generator.has_idle_work())
 
     def inject(self, job: Job, text: str) -> None:
         job.handle.constrain_output_now(text)
-        job.pending_filters = job.params.grammar is not None
 
     def close(self) -> None:
         self.generator.close()
@@ -686,15 +611,8 @@ class Exl3Backend:
         tokenizer = self.tokenizer if special else self.plain_tokenizer
         return tokenizer.encode(text, encode_special_tokens=special)[0].tolist()
 
-    @cached_property
-    def plain_tokenizer(self) -> Any:
-        """encode() keeps its option on the object, so each value of it has one: no lock needed."""
-        return type(self.tokenizer).from_config(self.config)
-
     def decode(self, ids: Sequence[int]) -> str:
-        import torch
-
-        return self.tokenizer.decode(torch.tensor(ids, dtype=torch.long), True)
+        return self.tokenizer.decode_(ids, True)
 
     def token_bytes(self, token_id: int) -> bytes:
         if piece := self.tokenizer.extended_id_to_piece.get(token_id):
@@ -710,43 +628,32 @@ class Exl3Backend:
         return self.tokenizer.single_id(text)
 
     def compile_grammar(self, kind: str, source: str, trigger_id: int | None) -> Any:
-        from exllamav3.generator.filter.llguidance import create_ll_tokenizer
-
-        key = (kind, source, trigger_id)
-        if key not in self._grammars:
-            _check_grammar(kind, source, create_ll_tokenizer(self.tokenizer))
-            if len(self._grammars) >= MAX_GRAMMARS:
-                self._grammars.clear()
-            options = {kind if kind == "json_schema" else f"{kind}_grammar": source}
-            self._grammars[key] = job_filter_class()(
-                self.tokenizer, trigger_token=trigger_id, eos_after_completed=True, **options
-            )
-        return self._grammars[key].for_one_job()
+        fresh = copy.copy(compiled_grammar(self.tokenizer, kind, source, trigger_id))
+        # The compiled grammar is shared, the state is not
+        fresh._matcher = fresh._matcher.deep_copy()
+        fresh._bitmask_torch = fresh._bitmask_torch.clone()
+        fresh._bitmask = fresh._bitmask_torch.numpy()[0]
+        fresh._journal = []
+        return fresh
 
 
-@lru_cache(1)
-def job_filter_class() -> Any:
-    """LLGuidanceFilter, but an error of the matcher ends its job alone, not the generator."""
-    import torch
-    from exllamav3.generator.filter.llguidance import LLGuidanceFilter
+@lru_cache(MAX_GRAMMARS)
+def compiled_grammar(tokenizer: Any, kind: str, source: str, trigger_id: int | None) -> Any:
+    """A constraint to copy for each job; BadGrammar with the reason."""
+    from exllamav3.generator.filter.llguidance import LLGuidanceFilter, create_ll_tokenizer
 
     class JobFilter(LLGuidanceFilter):
+        """An error of the matcher ends its job alone, not the generator."""
+
         def _check_error(self) -> None:  # exllamav3 raises here, out of iterate()
             pass
 
         def is_completed(self) -> bool:
             return self._matcher.is_stopped() or self._matcher.is_error()
 
-        def for_one_job(self) -> Any:
-            """The compiled grammar is shared, the state is not."""
-            fresh = copy.copy(self)
-            fresh._matcher = self._matcher.deep_copy()
-            fresh._bitmask = self._bitmask.copy()
-            fresh._bitmask_torch = torch.from_numpy(fresh._bitmask).unsqueeze(0)
-            fresh._journal = []
-            return fresh
-
-    return JobFilter
+    _check_grammar(kind, source, create_ll_tokenizer(tokenizer))
+    option = {kind if kind == "json_schema" else f"{kind}_grammar": source}
+    return JobFilter(tokenizer, trigger_token=trigger_id, eos_after_completed=True, **option)
 
 
 # GPT-2's printable stand-ins for bytes, which byte-level BPE vocabularies are written in
@@ -763,11 +670,9 @@ BYTE_OF_CHAR = {chr(b): b for b in PRINTABLE} | {chr(256 + i): b for i, b in enu
 
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as the safetensors crate has it
 
-# Options that say what is served and where, not how it behaves. Each takes a value (group 1).
-ADDRESS = re.compile(
-    r"(?:-m|--model|--model[-_]dir|--host|--port|--path|--config|--api-(?:key|key-file|prefix)"
-    r"|--ssl-(?:key|cert)-file)(=.*)?"
-)
+# Options that say what is served and where, not how it behaves. Each takes a value.
+ADDRESS = "-m|--model|--model[-_]dir|--host|--port|--path|--config|--api-(?:key|key-file|prefix)"
+ADDRESS += "|--ssl-(?:key|cert)-file"
 
 # Tensors that are no part of the text model: towers for images and sound, what projects
 # them into it, MTP heads. (MTP layers numbered on after the last layer are told by their number.)
@@ -785,10 +690,6 @@ ROW_TABLE = re.compile(
 HEAD = re.compile(r"(?:^|\.)lm_head\.|^(?:head|output)\.")
 # These come with the weights of a quantized layer and are no parameters.
 AUX = re.compile(r"\.(?:suh|svh|su|sv|mcg|mul1|signs|weight_scale(?:_inv)?)$|_scales$")
-
-N_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-N_USED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_k")
-N_CTX = ("max_position_embeddings", "max_sequence_length", "model_max_length")
 
 # What the weights of a loaded module are for. The first row found in "ClassName key" decides, for
 # the module and all below it; none is "other". Keys are for classes that 1.6.5 does not have.
@@ -882,11 +783,12 @@ def disk_facts(model_dir: str) -> dict[str, Any]:
     parts = {"bits": " {} bpw", "head_bits": " · head {}"} if method == "EXL3" else {}
     bits = [text.format(settings[key]) for key, text in parts.items() if key in settings]
     n_layers = number("num_hidden_layers")
-    end = sys.maxsize if n_layers is None else n_layers
-    apart = {k for k in tensors if NOT_TEXT.search(k) or int([*LAYER.findall(k), -1][0]) >= end}
-    text = {k: tensors[k] for k in tensors if k not in apart}
+    text = {k: t for k, t in tensors.items() if not NOT_TEXT.search(k)}
+    text = {k: t for k, t in text.items() if int([*LAYER.findall(k), -1][0]) < (n_layers or inf)}
     dense = text and not any(EXPERT.search(name) for name in text)  # whatever the config says
-    experts = (0, 0) if dense else (number(*N_EXPERTS), number(*N_USED))
+    n_experts = number("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    used = "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_k"
+    experts = (0, 0) if dense else (n_experts, number(*used))
     counts: list[Any] = [_n_params(name, tensors) for name in tensors]
     facts = {
         "format": method or None,
@@ -898,7 +800,7 @@ def disk_facts(model_dir: str) -> dict[str, Any]:
         "n_layers": n_layers,
         "n_experts": experts[0],
         "n_experts_used": experts[1],
-        "ctx_train": number(*N_CTX),
+        "ctx_train": number("max_position_embeddings", "max_sequence_length", "model_max_length"),
         "active_bytes_per_token": _active_bytes(text, *experts) if dense or all(experts) else None,
     }
     return {key: value for key, value in facts.items() if value is not None}
@@ -915,13 +817,13 @@ def _tensors_in(value: Any) -> Iterator[Any]:
             yield from _tensors_in(part)
 
 
-def _classified(module: Any, known: str | None) -> Iterator[tuple[Any, str]]:
-    """A module and all below it, each with the class of its weights."""
-    label = f"{type(module).__name__} {module.key}"
-    known = known or next((name for row, name in CLASS_OF_MODULE if re.search(row, label)), None)
-    yield module, known or "other"
-    for child in module.modules:
-        yield from _classified(child, known)
+def _classified(modules: Any, known: str | None = None) -> Iterator[tuple[Any, str]]:
+    """These modules and all below them, each with the class of its weights."""
+    for module in modules:
+        label = f"{type(module).__name__} {module.key}"
+        name = known or next((n for row, n in CLASS_OF_MODULE if re.search(row, label)), None)
+        yield module, name or "other"
+        yield from _classified(module.modules, name)
 
 
 def placement(model: Any, cache: Any, draft: Any = None, draft_cache: Any = None) -> dict[str, Any]:
@@ -933,40 +835,34 @@ def placement(model: Any, cache: Any, draft: Any = None, draft_cache: Any = None
     """
     if model.loaded_tp:
         return {}
-    devices: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    devices: defaultdict[str, dict[str, int]] = defaultdict(lambda: dict.fromkeys(CLASSES, 0))
     left: dict[int, int] = {}  # by address of a storage: its bytes that no tensor has taken yet
-    seen: set[int] = set()
-    walk = [pair for top in model.modules for pair in _classified(top, None)]
-    walk += [p for top in draft.modules for p in _classified(top, "other")] if draft else []
-    for module, name in walk:
+    held: dict[int, tuple[Any, str]] = {}  # by address: a tensor and its class
+    drafted = _classified(draft.modules, "other") if draft else ()
+    for module, name in itertools.chain(_classified(model.modules), drafted):
         # preallocated work buffers, shared by modules, are no weights
-        own = [held for key, held in vars(module).items() if not key.startswith("prealloc")]
+        own = [value for key, value in vars(module).items() if not key.startswith("prealloc")]
         for tensor in _tensors_in(own):
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                storage = tensor.untyped_storage()
-                free = left.setdefault(storage.data_ptr(), storage.nbytes())
-                left[storage.data_ptr()] = max(0, free - tensor.nbytes)
-                device = f"GPU{tensor.device.index}" if tensor.is_cuda else "CPU"
-                devices[device][name] += min(free, tensor.nbytes)
+            held.setdefault(tensor.data_ptr(), (tensor, name))
+    for tensor, name in held.values():
+        storage = tensor.untyped_storage()
+        free = left.setdefault(storage.data_ptr(), storage.nbytes())
+        left[storage.data_ptr()] = max(0, free - tensor.nbytes)
+        device = f"GPU{tensor.device.index}" if tensor.is_cuda else "CPU"
+        devices[device][name] += min(free, tensor.nbytes)
     caches = [c for c in (cache, draft_cache) if c]
     layers = [vars(x) for c in caches for x in (*c.layers.values(), *c.recurrent_layers.values())]
     kept = {t.data_ptr(): t.nbytes for t in _tensors_in(layers) if t.is_cuda}
     order = sorted(devices, key=lambda device: (device == "CPU", len(device), device))
-    listed = [(d, {name: devices[d][name] for name in CLASSES}) for d in order]
-    rows = [{"device": d, "bytes": sum(by.values()), "classes": by} for d, by in listed]
+    rows = [{"device": d, "bytes": sum(devices[d].values()), "classes": devices[d]} for d in order]
     return {"devices": rows, "vram_kv_bytes": sum(kept.values())}
 
 
 def behaviour_args(argv: Sequence[str]) -> list[str]:
     """The arguments that change what the server does: all but ADDRESS options and their values."""
-    kept, is_value = [], False
-    for arg in argv:
-        address = None if is_value else ADDRESS.fullmatch(arg)
-        if not is_value and address is None:
-            kept.append(arg)
-        is_value = address is not None and not address[1]
-    return kept
+    ended_by_nul = "".join(f"{arg}\0" for arg in argv)
+    kept = re.sub(rf"(?<![^\0])(?:{ADDRESS})[=\0][^\0]*\0?", "", ended_by_nul)
+    return kept.split("\0")[:-1]
 
 
 def engine_block(model_dir: str, argv: Sequence[str], draft: Any, *loaded: Any) -> dict[str, Any]:
@@ -997,29 +893,25 @@ class Engine:
     submitted gets exactly one update with `end`; after the last end nothing is held.
     """
 
+    max_recoveries = 3  # within RECOVERY_WINDOW_S
+
     def __init__(
-        self,
-        backend: Backend,
-        n_slots: int,
-        loop: asyncio.AbstractEventLoop,
-        recovery_attempts: int = 3,
-        on_fatal: Callable[[str], None] = lambda reason: None,
+        self, backend: Backend, n_slots: int, loop: AbstractEventLoop, on_fatal: Callable[..., Any]
     ) -> None:
         self.backend = backend
         self.slots: list[Job | None] = [None] * n_slots
         self.waiting: deque[Job] = deque()
         self.fatal = ""  # why the engine is dead; empty while it is not
-        self.n_steps = self.n_recoveries = 0
+        self.n_steps = 0
         # Sums over the jobs that ended: SUMMED, and n_evaluated, prompt tokens not from the cache;
         # the longest of them, n_tokens_max; and n_busy, the busy slots of every step
         self.totals: defaultdict[str, float] = defaultdict(float)
+        self.recoveries: list[float] = []  # when the generator was restarted; time.perf_counter()
         self.step_started = 0.0  # time.perf_counter() of the step under way; 0 between steps
         self._loop = loop
         self._on_fatal = on_fatal
-        self._recovery_attempts = recovery_attempts
-        self._recovery_times: deque[float] = deque()
         self._ids = itertools.count()
-        self._commands: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._commands: deque[Callable[[], None]] = deque()
         self._updates: list[Update] = []  # of the pass under way
         self._wake = threading.Event()
         self._room = threading.Semaphore(MAX_UNDELIVERED)
@@ -1032,14 +924,12 @@ class Engine:
     def submit(self, job: Job) -> None:
         """Queues a job. A dead engine fails it like any other, with the reason."""
         job.id_task = next(self._ids)
-        job.submitted = time.perf_counter()
-        self._command(self._enqueue, job)
+        self._command(self.waiting.append, job)
 
     def cancel(self, job: Job) -> None:
         """Wants no more of this job; harmless when it has ended or was cancelled before."""
-        if not job.cancelled and not job.ended:
-            job.cancelled = True
-            self._command(self._drop, job)
+        job.cancelled = True
+        self._command(self._drop, job)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Ends the thread after the step under way; jobs that are left get no more updates."""
@@ -1049,7 +939,7 @@ class Engine:
         self.thread.join(timeout_s)
 
     def _command(self, action: Callable[..., None], *args: Any) -> None:
-        self._commands.append((action, args))
+        self._commands.append(partial(action, *args))
         self._wake.set()
 
     def _on_batch(self, updates: list[Update]) -> None:
@@ -1069,18 +959,26 @@ class Engine:
 
     def _pass(self) -> bool:
         """One turn of the thread; False when there is nothing to do until somebody asks."""
-        self._updates, self.step_started = [], 0.0
-        busy = False
+        self._updates, self.step_started, busy = [], 0.0, False
         try:
-            # 1) what the event loop asked for; 2) free slots; 3) one step, or housekeeping
+            # 1) what the event loop asked for; 2) free slots; 3) one step
             while self._commands:
-                action, args = self._commands.popleft()
-                action(*args)
+                self._commands.popleft()()
             if not self.fatal:
                 self._admit()
-                busy = self._step()
+                busy = self.backend.remaining() > 0
+                if busy:
+                    self.step_started = time.perf_counter()
+                    self.n_steps += 1
+                    self.totals["n_busy"] += len(self.slots) - self.slots.count(None)
+                    for update in self.backend.iterate():
+                        self._tell(update)
+                        self._watch(update.job, update.pieces)
         except BaseException as exc:  # exllamav3's generator is broken; also a panic in Rust
             self._recover(exc)
+        while self.fatal and self.waiting:
+            job = self.waiting.popleft()
+            self._tell(Update(job, end=EndKind.FAILED, error=self.fatal))
         # 4) hand over, at most MAX_UNDELIVERED ahead of the event loop
         if self._updates:
             self._room.acquire()
@@ -1088,63 +986,44 @@ class Engine:
                 self._loop.call_soon_threadsafe(self._on_batch, self._updates)
         return busy or bool(self._updates)
 
-    def _step(self) -> bool:
-        n_busy = self.backend.remaining()
-        if not n_busy:
-            return self.backend.idle()
-        self.step_started = time.perf_counter()
-        updates = self.backend.iterate()
-        self.n_steps += 1
-        self.totals["n_busy"] += n_busy
-        for update in updates:
-            if not update.job.ended:
-                update.job.last = update
-                self._updates.append(update)
-                if update.end is not None:
-                    self._account(update.job)
-                else:
-                    self._watch(update.job, update.pieces)
-        return True
-
-    def _account(self, job: Job) -> None:
-        """The job is over: its slot is free from this moment on, its figures are final."""
-        job.ended = True
-        if (last := job.last) is not None:
-            n_prompt, n = len(job.params.prompt_ids), last.n_decoded
-            n_taken = n_prompt if n or last.end is EndKind.LIMIT else last.progress or 0
-            self.totals["n_evaluated"] += max(0, n_taken - last.n_cached)
-            for name in SUMMED:
-                self.totals[name] += getattr(last, name)
-            self.totals["n_tokens_max"] = max(self.totals["n_tokens_max"], n_taken + n)
-        if job.id_slot >= 0 and self.slots[job.id_slot] is job:
-            self.slots[job.id_slot] = None
-
-    def _end(self, job: Job, kind: EndKind, error: str = "", retry: bool = False) -> None:
-        if not job.ended:
-            self._account(job)
-            n = job.last.n_decoded if job.last else 0
-            self._updates.append(Update(job, end=kind, error=error, retry=retry, n_decoded=n))
-
-    def _enqueue(self, job: Job) -> None:
-        if job.cancelled:
-            self._end(job, EndKind.CANCELLED)
-        elif self.fatal:
-            self._end(job, EndKind.FAILED, self.fatal)
-        else:
-            self.waiting.append(job)
-
-    def _drop(self, job: Job) -> None:
+    def _tell(self, update: Update) -> None:
+        """Puts an update into the batch. After the last one of a job its slot is free."""
+        job = update.job
         if job.ended:
             return
-        self._end(job, EndKind.CANCELLED)
+        before, job.last = job.last, update
+        self._updates.append(update)
+        if update.end is not None:
+            job.ended = True
+            # Not every end has figures of its own
+            self._count(
+                job, before if update.end in (EndKind.CANCELLED, EndKind.FAILED) else update
+            )
+            if job.id_slot >= 0:
+                self.slots[job.id_slot] = None
+
+    def _drop(self, job: Job) -> None:
         if job in self.waiting:
             self.waiting.remove(job)
-        else:
+        elif not job.ended:
             self.backend.cancel(job)
+        self._tell(Update(job, end=EndKind.CANCELLED))
+
+    def _count(self, job: Job, last: Update | None) -> None:
+        """Adds the job's final figures to the totals."""
+        if last is None:
+            return
+        n_prompt, n = len(job.params.prompt_ids), last.n_decoded
+        n_taken = n_prompt if n or last.end is EndKind.LIMIT else last.progress or 0
+        self.totals["n_evaluated"] += max(0, n_taken - last.n_cached)
+        for name in SUMMED:
+            self.totals[name] += getattr(last, name)
+        self.totals["n_tokens_max"] = max(self.totals["n_tokens_max"], n_taken + n)
 
     def _watch(self, job: Job, pieces: list[Piece]) -> None:
         """Before the next step: the event loop hears of a token when later ones are made."""
-        if job.params.watch is not None and (text := job.params.watch(pieces)):
+        watch = job.params.watch
+        if watch is not None and not job.ended and (text := watch(pieces)):
             self.backend.inject(job, text)
 
     def _admit(self) -> None:
@@ -1157,36 +1036,27 @@ class Engine:
                 self.backend.submit(job)
             except (ValueError, AssertionError) as exc:
                 log.error("job %d was refused: %s", job.id_task, exc)
-                self._end(job, EndKind.FAILED, f"the engine refused the request: {exc}")
-            else:
-                self._watch(job, [])
+                error = f"the engine refused the request: {exc}"
+                self._tell(Update(job, end=EndKind.FAILED, error=error))
+            self._watch(job, [])
 
     def _recover(self, exc: BaseException) -> None:
         """Fails every job in a slot, rebuilds the generator; the waiting jobs go on after that."""
         log.error("the generator failed: %s", exc, exc_info=exc)
-        for job in list(self.slots):
-            if job is not None:
-                text = f"the engine failed and is being restarted: {exc}"
-                self._end(job, EndKind.FAILED, text, retry=True)
+        text = f"the engine failed and is being restarted: {exc}"
+        for job in filter(None, self.slots):
+            self._tell(Update(job, end=EndKind.FAILED, error=text, retry=True))
         now = time.perf_counter()
-        while self._recovery_times and self._recovery_times[0] < now - RECOVERY_WINDOW_S:
-            self._recovery_times.popleft()
-        if len(self._recovery_times) >= self._recovery_attempts:
-            self._die(f"{len(self._recovery_times)} restarts did not help: {exc}")
-            return
-        self._recovery_times.append(now)
-        self.n_recoveries += 1
+        n_recent = sum(t >= now - RECOVERY_WINDOW_S for t in self.recoveries)
         try:
+            if n_recent >= self.max_recoveries:
+                raise RuntimeError(f"{n_recent} restarts did not help: {exc}")
+            self.recoveries.append(now)
             self.backend.rebuild()
         except Exception as again:  # out of memory, a dead CUDA context: nothing is left to try
-            self._die(f"restarting the generator failed: {again}")
-
-    def _die(self, reason: str) -> None:
-        self.fatal = reason
-        log.critical("fatal: %s", reason)
-        while self.waiting:
-            self._end(self.waiting.popleft(), EndKind.FAILED, reason)
-        self._loop.call_soon_threadsafe(self._on_fatal, reason)
+            self.fatal = f"the generator cannot be restarted: {again}"
+            log.critical("fatal: %s", self.fatal)
+            self._loop.call_soon_threadsafe(self._on_fatal, self.fatal)
 
 
 def load(args: Namespace, n_slots: int, argv: list[str], on_progress: Progress) -> Backend:
@@ -1195,9 +1065,8 @@ def load(args: Namespace, n_slots: int, argv: list[str], on_progress: Progress) 
     `on_progress(n_loaded, n_modules)` is called from that thread. Raises LoadError or whatever
     exllamav3 raises for a model it cannot load.
     """
-    model_dir = os.path.abspath(args.model_dir) if args.model_dir else "fake"
     if args.fake:
-        return FakeBackend(args, model_dir)
+        return FakeBackend(args, os.path.abspath(args.model_dir) if args.model_dir else "fake")
     # GPU numbers as nvidia-smi shows them; only counts when set before torch
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     return Exl3Backend(args, n_slots, argv, on_progress)

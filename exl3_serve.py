@@ -1631,7 +1631,7 @@ def get_metrics(app: App, query: dict[str, str]) -> Response:
     }
     rows = [(f"llamacpp:{name}", "counter", value) for name, value in counters.items()]
     rows += [(f"llamacpp:{name}", "gauge", value) for name, value in gauges.items()]
-    rows.append(("exl3_serve:recoveries_total", "counter", engine.n_recoveries))
+    rows.append(("exl3_serve:recoveries_total", "counter", len(engine.recoveries)))
     step_s = time.perf_counter() - started if started else 0.0
     rows.append(("exl3_serve:step_seconds", "gauge", step_s))
     text = "".join(f"# TYPE {name} {kind}\n{name} {value:.12g}\n" for name, kind, value in rows)

@@ -290,6 +290,7 @@ def exl3_backend(eng, generator, model_dir):
             super().rebuild()
             self.generator.iterate = types.MethodType(results, self.generator)
             self.generator.enqueue = lambda handle: generator.add(handle, handle.max_new_tokens)
+            self.generator.num_remaining_jobs = lambda: len(generator.jobs)
             self.generator.cancel = lambda handle: generator.jobs.pop(handle, None)
 
     parser = argparse.ArgumentParser()

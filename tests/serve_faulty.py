@@ -36,14 +36,15 @@ class FaultyBackend(engine.FakeBackend):
         return word in bytes(i for i in job.params.prompt_ids if i < 256)
 
     def iterate(self):
-        for run in self.runs.values():
-            if run.n_done < len(run.job.params.prompt_ids):
-                if self.asks(run.job, b"FAIL-IN-PREFILL"):
+        for job in self.runs:
+            last = job.last or engine.Update(job)
+            if not last.n_decoded and (last.progress or 0) < len(job.params.prompt_ids):
+                if self.asks(job, b"FAIL-IN-PREFILL"):
                     raise RuntimeError("planted in prefill")
-            elif run.n_decoded == 4 and self.asks(run.job, b"FAIL-IN-DECODE"):
+            elif last.n_decoded == 4 and self.asks(job, b"FAIL-IN-DECODE"):
                 raise RuntimeError("planted in decode")
-            elif run.n_decoded == 4 and self.asks(run.job, b"FAIL-ALONE"):
-                run.script = iter([{"error": "planted for this job"}])
+            elif last.n_decoded == 4 and self.asks(job, b"FAIL-ALONE"):
+                job.handle.append({"error": "planted for this job"})
         return super().iterate()
 
     def rebuild(self):

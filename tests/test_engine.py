@@ -67,10 +67,11 @@ class NoWaiting(threading.Semaphore):
         return True
 
 
-def by_hand(backend, n_slots, on_fatal=lambda reason: None, **options):
+def by_hand(backend, n_slots, on_fatal=lambda reason: None, max_recoveries=3):
     """An engine whose thread is not started: the test calls `_pass`."""
     with mock.patch.object(threading.Thread, "start"):
-        engine = eng.Engine(backend, n_slots, Loop(), on_fatal=on_fatal, **options)
+        engine = eng.Engine(backend, n_slots, Loop(), on_fatal=on_fatal)
+    engine.max_recoveries = max_recoveries
     engine._room = NoWaiting(eng.MAX_UNDELIVERED)
     return engine
 
@@ -192,10 +193,6 @@ class ScriptedBackend:
     def remaining(self):
         return len(self.running)
 
-    def idle(self):
-        self._maybe_fail("idle")
-        return False
-
     def close(self):
         self.running.clear()
 
@@ -231,7 +228,7 @@ class ScriptedBackend:
 
 ACTIONS = st.sampled_from(["silent", "progress", "token", "tokens", "STOP", "LIMIT", "FAILED"])
 ERRORS = st.sampled_from([RuntimeError, ValueError, AssertionError, MemoryError])
-METHODS = st.sampled_from(["submit", "iterate", "cancel", "inject", "idle", "rebuild"])
+METHODS = st.sampled_from(["submit", "iterate", "cancel", "inject", "rebuild"])
 FAULTS = st.one_of(*[st.just({})] * 4, st.dictionaries(METHODS, ERRORS, max_size=2))
 N_SLOTS = 2
 
@@ -245,7 +242,7 @@ class JobGrammar(RuleBasedStateMachine):
         super().__init__()
         self.backend = ScriptedBackend()
         self.deaths = []
-        self.engine = by_hand(self.backend, N_SLOTS, self.deaths.append, recovery_attempts=2)
+        self.engine = by_hand(self.backend, N_SLOTS, self.deaths.append, max_recoveries=2)
         self.backend.engine = self.engine
         self.loop = self.engine._loop
         self.listeners = []
@@ -391,7 +388,7 @@ def test_the_slot_of_a_cancelled_job_is_taken_in_the_same_pass():
     engine.cancel(first.job)
     engine._pass()
     assert engine.slots == [second.job]
-    assert second.job.handle.n_done == 2
+    assert second.job.last.progress == 2
 
 
 def test_only_the_end_is_heard_of_a_cancelled_job():
@@ -416,7 +413,7 @@ def test_a_job_that_fails_alone_leaves_the_others_alone():
         engine._pass()
         engine._loop.deliver_all()
     assert (one.word, two.word) == ("stf", "sttd")
-    assert engine.n_recoveries == 0
+    assert len(engine.recoveries) == 0
 
 
 def test_a_refused_job_fails_alone_with_the_reason():
@@ -441,7 +438,7 @@ def test_a_failed_step_fails_running_jobs_with_retry_and_not_the_waiting_ones():
     run_dry(engine, 10)
     assert one.word == "f" and one.heard[0].retry and "device lost" in one.heard[0].error
     assert two.word == "sd"
-    assert engine.n_recoveries == 1 and not engine.fatal
+    assert len(engine.recoveries) == 1 and not engine.fatal
 
 
 def test_a_job_cancelled_in_the_step_that_fails_has_one_end():
@@ -477,7 +474,7 @@ def test_a_failed_rebuild_is_the_end_of_everything_and_no_busy_loop():
 
 def test_a_job_on_its_way_when_the_engine_dies_is_failed():
     backend = ScriptedBackend()
-    engine, one, late = by_hand(backend, 1, recovery_attempts=0), Listener(), Listener()
+    engine, one, late = by_hand(backend, 1, max_recoveries=0), Listener(), Listener()
     backend.engine, backend.faults["iterate"] = engine, RuntimeError("x")
     engine.submit(one.job)
     real_iterate = backend.iterate
@@ -494,7 +491,7 @@ def test_a_job_on_its_way_when_the_engine_dies_is_failed():
 
 def test_recoveries_are_limited_within_the_window_only():
     backend = ScriptedBackend()
-    engine = by_hand(backend, 1, recovery_attempts=2)
+    engine = by_hand(backend, 1, max_recoveries=2)
     backend.engine = engine
     with mock.patch.object(eng.time, "perf_counter") as clock:
         for now in (0.0, 10.0, 61.0, 75.0):  # never three within a minute
@@ -502,12 +499,12 @@ def test_recoveries_are_limited_within_the_window_only():
             engine.submit(Listener().job)
             backend.faults["iterate"] = RuntimeError("x")
             run_dry(engine, 5)
-        assert not engine.fatal and engine.n_recoveries == 4
+        assert not engine.fatal and len(engine.recoveries) == 4
         clock.return_value = 76.0
         engine.submit(Listener().job)
         backend.faults["iterate"] = RuntimeError("x")
         run_dry(engine, 5)
-        assert engine.fatal and engine.n_recoveries == 4
+        assert engine.fatal and len(engine.recoveries) == 4
 
 
 def test_injected_text_comes_next():
@@ -541,12 +538,13 @@ def test_totals_are_the_final_figures_of_every_job_that_ended_however_it_did():
         engine.submit(listener.job)
     engine._pass()
     assert engine.totals["n_evaluated"] == 0  # nothing has ended
+    progress = cancelled.job.last.progress
     engine.cancel(cancelled.job)
     run_dry(engine)
-    taken = 5 + 3 + cancelled.job.last.progress
+    taken = 5 + 3 + progress
     assert engine.totals["n_evaluated"] == taken < 2000
     assert engine.totals["n_decoded"] == 8  # three pieces and the end, twice
-    assert engine.totals["n_tokens_max"] == max(9, cancelled.job.last.progress)
+    assert engine.totals["n_tokens_max"] == max(9, progress)
     assert engine.totals["predicted_s"] > 0 and engine.totals["n_cached"] == 0
     assert engine.n_steps < engine.totals["n_busy"] < 2 * engine.n_steps
 
@@ -597,7 +595,7 @@ def test_a_real_loop_hears_of_all_jobs_and_the_thread_ends_when_asked():
     async def run():
         loop, listeners = asyncio.get_running_loop(), [Listener() for _ in range(8)]
         engine, left, over = (
-            eng.Engine(fake(["a", "b"]), 2, loop),
+            eng.Engine(fake(["a", "b"]), 2, loop, print),
             len(listeners),
             loop.create_future(),
         )
@@ -689,7 +687,7 @@ def eventful_run(engine):
 
 
 @pytest.mark.parametrize("for_ever", [False, True], ids=["once", "for ever"])
-@pytest.mark.parametrize("method", ["submit", "iterate", "cancel", "inject", "idle"])
+@pytest.mark.parametrize("method", ["submit", "iterate", "cancel", "inject"])
 def test_after_any_fault_slots_are_free_and_the_next_job_is_right(method, for_ever):
     """Fail the first call, then the second, ... until a whole run meets no fault."""
     for n in range(1, 100):
@@ -954,6 +952,18 @@ def test_a_job_taken_in_rounds_still_starts_once(exl3_backend):
     assert long.heard[-1].n_decoded == 520 and long.end is EndKind.LIMIT
     assert other.heard[-1].n_decoded == 20
     assert long.word.count("s") == 1
+
+
+def test_housekeeping_goes_on_in_steps_while_there_is_no_job(exl3_backend):
+    left = ["some", "more", "the last"]
+    has_work = mock.patch.object(exl3_backend.generator, "has_idle_work", lambda: bool(left))
+    with has_work, mock.patch.object(exl3_backend.generator, "idle_work", left.pop):
+        engine = by_hand(exl3_backend, 1)
+        run_dry(engine)
+        assert engine.n_steps == 3 and not left
+        engine.submit(Listener(n=2, sampling={"temperature": 0}).job)
+        run_dry(engine)
+    assert engine.n_steps > 3 and not engine.recoveries
 
 
 def edge_values(field_rule):
