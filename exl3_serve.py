@@ -105,7 +105,7 @@ def dumps(value: Any) -> bytes:
     return ENCODE(value).encode()
 
 
-def loads(body: bytes, kind: type = dict) -> Any:
+def loads(body: bytes | bytearray, kind: type = dict) -> Any:
     """The JSON object of a request body; 400 for anything else, NaN, Infinity and deep nesting."""
 
     def finite(text: str) -> float:

@@ -19,8 +19,8 @@ Life of a connection: State x what happens -> what is done, next state
     BODY        collect; whole: answer    (400, 408, 413)        400              408
                 the refusal, or           -> LINGERING
                 on_request -> ANSWERING
-    ANSWERING   read ahead, bounded       -> HEAD if bytes are   gone: drop       (has none)
-                                          there, else IDLE;
+    ANSWERING   read ahead, bounded       -> IDLE; goes on with  gone: drop       (has none)
+                                          what was read ahead;
                                           -> LINGERING if it
                                           said close
     LINGERING   discard                   -                      close            close
@@ -41,9 +41,15 @@ A refusal and its body
 Who closes, and how
     To close a TCP socket with unread input sends RST, and RST may destroy an answer that the client
     has not read yet. So after an answer that says close the server shuts down its sending side only
-    and discards input until the client closes, for linger_timeout at most (RFC 9112 9.6). TLS has
-    no half-close: there the same is done without it, so a client that takes the close for the end
-    of the answer (HTTP/1.0) sees it linger_timeout late.
+    and discards input until the client closes, for linger_timeout at most (RFC 9112 9.6).
+
+TLS
+    is asyncio's. Its handshake has header_timeout, and until it is done a connection counts nowhere
+    here. It has no half-close: the server lingers without, so a client that takes the close for the
+    end of the answer (HTTP/1.0) sees it linger_timeout late; and to close it waits for the client's
+    goodbye, for write_timeout at most. What asyncio has encrypted but not sent is not seen here: of
+    a large answer that is written at once and read slowly, all that is left when the deadline
+    passes has write_timeout; nor does wait_idle wait for it.
 
 A vanished client
     While an answer is due the socket is still read, so FIN and RST are seen in the next turn of the
@@ -98,7 +104,6 @@ logger = logging.getLogger("exl3_serve.http")
 READ_BYTES = 32 * 1024  # one read, so also the most that is parsed in one turn of the loop
 READ_AHEAD_BYTES = 64 * 1024  # pipelined bytes kept while an answer is due; then reading pauses
 DRAIN_BYTES = 1024 * 1024  # body of a refused request that is read so as to keep the connection
-BACKLOG = 128  # connections that the kernel queues; nginx 511, Go takes net.core.somaxconn
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class Limits:
     """What a peer may use up; times in seconds. Tests shrink these."""
 
     header_bytes: int = 64 * 1024  # give or take one read; node.js 16 KiB, nginx 32 KiB in all
-    header_timeout: float = 30.0  # from the first byte of a head; also for the very first byte
+    header_timeout: float = 30.0  # from the first byte of a head; for the very first; for TLS's own
     body_bytes: int = 64 * 1024 * 1024  # announced or summed; several images as base64
     body_timeout: float = 30.0  # from the end of the head; what arrives lengthens it by
     body_rate: float = 16 * 1024  # bytes a second, so whoever is slower on the average is cut
@@ -127,7 +132,7 @@ class Request:
     path: str  # percent-decoded, without query; "*" for OPTIONS *
     query: dict[str, str]  # decoded; the last of several wins
     headers: dict[str, str]  # lower-case names, latin-1 values, duplicates joined with ", "
-    body: bytes = b""  # empty in on_head, complete in on_request
+    body: bytes | bytearray = b""  # empty in on_head, grows, complete in on_request
     context: Any = None  # the app's; not touched here
 
 
@@ -159,8 +164,9 @@ class App(Protocol):
         """Added to every answer, errors and streams too."""
 
 
-# The table at the top of this file says what each is and what it does.
-State = enum.Enum("State", "IDLE HEAD BODY ANSWERING LINGERING CLOSED")
+# The table at the top of this file says what each is and what it does. CLOSED is not among them:
+# it is whenever transport.is_closing(), which also knows before us that a write has failed.
+State = enum.Enum("State", "IDLE HEAD BODY ANSWERING LINGERING")
 
 # ---- Pure functions ----------------------------------------------------------------------------
 
@@ -189,7 +195,7 @@ def make_request(event: h11.Request) -> Request:
     path, _, fields = target.partition("?")  # urlsplit would take //a/b for a host
     query = dict(urllib.parse.parse_qsl(fields, keep_blank_values=True))
     path = urllib.parse.unquote(path) or "/"
-    return Request(event.method.decode("ascii"), path, query, headers)
+    return Request(event.method.decode("ascii"), path, query, headers, bytearray())
 
 
 # ---- Listening ---------------------------------------------------------------------------------
@@ -222,7 +228,7 @@ def _bind_tcp(host: str, port: int) -> socket.socket:
     """With SO_REUSEADDR, except on Windows, where that would let two servers share a port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
-    sock = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+    sock = socket.create_server((host, port), family=family, dualstack_ipv6=both)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
     return sock
 
@@ -233,7 +239,7 @@ def _bind_unix(path: str) -> socket.socket:
         probe.setblocking(False)  # a live server with a full queue would block us
         if probe.connect_ex(path) == errno.ECONNREFUSED and pathlib.Path(path).is_socket():
             pathlib.Path(path).unlink()
-    return socket.create_server(path, family=socket.AF_UNIX, backlog=BACKLOG)
+    return socket.create_server(path, family=socket.AF_UNIX)
 
 
 # ---- Exchange ----------------------------------------------------------------------------------
@@ -253,15 +259,14 @@ class Exchange:
     __slots__ = ("_connection", "_raw", "gone", "last_write", "on_gone", "request")
 
     def __init__(self, connection: Connection, request: Request) -> None:
-        self.request = request
+        self._connection, self.request = connection, request
         self.on_gone: Callable[[], object] = lambda: None
         # last_write before the first one: when the request was complete
         self.gone, self.last_write = False, time.perf_counter()
-        self._connection = connection
         self._raw = connection.h11.their_http_version == b"1.0" or request.method == "HEAD"
 
     def _is_due(self) -> bool:
-        return self._connection.exchange is self and self._connection.state is State.ANSWERING
+        return self._connection.exchange is self and not self._connection.transport.is_closing()
 
     def respond(self, response: Response) -> None:
         """The whole answer, in one transport.write."""
@@ -272,14 +277,18 @@ class Exchange:
         """Begins a streamed answer: sends its head."""
         if self._is_due():
             self._connection.send(self._connection.head(status, headers))
-            self.last_write = time.perf_counter()
 
     def write(self, data: bytes) -> None:
         """One chunk in one transport.write; nothing if data is empty. See "A slow reader"."""
         connection = self._connection
-        if data and connection.exchange is self and connection.state is State.ANSWERING:
-            connection.stream(data, self._raw)
-            self.last_write = time.perf_counter()
+        if not data or connection.exchange is not self or connection.transport.is_closing():
+            return
+        if connection.transport.get_write_buffer_size() > connection.limits.write_bytes:
+            return connection.transport.abort()
+        # Chunks are what h11 would write (a test compares them), at a fifth of the time
+        framed = connection.part(data) if self._raw else b"%x\r\n%b\r\n" % (len(data), data)
+        connection.send(framed)
+        self.last_write = time.perf_counter()
 
     def end(self, data: bytes = b"") -> None:
         """The last data and the end of the body in one transport.write."""
@@ -289,12 +298,10 @@ class Exchange:
 
 # ---- Connection --------------------------------------------------------------------------------
 
-READING = (State.IDLE, State.HEAD, State.BODY)
-
 
 class Connection(asyncio.BufferedProtocol):
-    """One socket. `exchange` is set in ANSWERING only, but for a dropped one's last turn of the
-    loop; `request` from its head to its answer's end.
+    """One socket. `exchange` is set in ANSWERING only, `request` from its head to its answer's end;
+    both stay when the connection is aborted, until connection_lost tells the exchange.
 
     Methods in order of life: made, bytes, events, answer, next request or linger, end.
     """
@@ -305,7 +312,6 @@ class Connection(asyncio.BufferedProtocol):
         self.request: Request | None = None
         self.exchange: Exchange | None = None
         self.refusal: Response | None = None  # what on_head answered; sent when the body is drained
-        self.body = bytearray()
         # Bytes given to the transport; of them taken by the kernel, when last looked at
         self.n_written = self.n_accepted = 0
         self.progressed = 0.0  # when that last grew
@@ -316,7 +322,7 @@ class Connection(asyncio.BufferedProtocol):
         self.enter(State.IDLE, self.limits.header_timeout)
         if len(self.server.connections) > self.limits.connections:
             self.refuse(503, "too many connections")
-            self.close()  # no lingering: that would hold the descriptor that is short
+            transport.close()  # no lingering: that would hold the descriptor that is short
 
     def enter(self, state: State, timeout: float = float("inf")) -> None:
         self.state, self.deadline = state, time.perf_counter() + timeout
@@ -327,29 +333,23 @@ class Connection(asyncio.BufferedProtocol):
         return self.server.read_buffer  # one for all: emptied before the loop reads again
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self.state is State.LINGERING:
-            return
-        self.h11.receive_data(bytes(self.server.read_buffer[:nbytes]))
-        if self.state is State.IDLE:
-            self.enter(State.HEAD, self.limits.header_timeout)
-        if self.state is State.ANSWERING and len(self.h11.trailing_data[0]) > READ_AHEAD_BYTES:
-            self.transport.pause_reading()
-        self.advance()
+        if self.state is not State.LINGERING:
+            self.h11.receive_data(bytes(self.server.read_buffer[:nbytes]))
+            self.advance()
 
     def eof_received(self) -> bool:
         """True: what was pipelined before is still answered, as far as that takes no wait. False:
-        asyncio closes, once all that was written is sent. (With TLS it always does.)"""
+        asyncio closes, once all that was written is sent. With TLS it always does."""
         self.h11.receive_data(b"")
-        if self.state is State.ANSWERING:
-            self.drop()
         self.advance()
-        return self.state in READING and self.transport.can_write_eof()
+        return self.state is not State.LINGERING and self.transport.can_write_eof()
 
     def advance(self) -> None:
         """Takes events from h11 until it wants more bytes or a request is complete: one a turn of
         the loop, so that a client that pipelines hundreds keeps nobody waiting."""
-        event: object = None
-        while self.state in READING and type(event) is not h11.EndOfMessage:
+        if self.state is State.IDLE and any(self.h11.trailing_data):
+            self.enter(State.HEAD, self.limits.header_timeout)
+        while self.state in (State.HEAD, State.BODY) and not self.transport.is_closing():
             if self.transport.get_write_buffer_size() > self.transport.get_write_buffer_limits()[1]:
                 return self.transport.pause_reading()  # resume_writing goes on
             try:
@@ -367,34 +367,38 @@ class Connection(asyncio.BufferedProtocol):
                 if self.h11.our_state is h11.SEND_RESPONSE:
                     self.refuse(500, "internal server error")
                 else:
-                    self.drop()
+                    self.transport.abort()
+        if self.state is State.ANSWERING:  # see "A vanished client"
+            ahead, has_left = self.h11.trailing_data
+            if has_left:
+                self.transport.abort()
+            elif len(ahead) > READ_AHEAD_BYTES:
+                self.transport.pause_reading()
+            else:
+                self.transport.resume_reading()
 
     resume_writing = advance
 
     def take(self, event: object) -> None:
-        """Handles one event of h11."""
+        """Handles one event of h11. PAUSED comes only while answering."""
         if isinstance(event, h11.Request):
-            self.request = make_request(event)
-            self.take_head(self.request)
+            self.take_head(make_request(event))
+        elif self.request is None:
+            self.transport.close()  # ConnectionClosed, between requests
         elif isinstance(event, h11.Data):
             self.deadline += len(event.data) / self.limits.body_rate
-            self.body += event.data
-            if len(self.body) > self.body_limit:
+            self.request.body += event.data
+            if len(self.request.body) > self.body_limit:
                 self.refuse(413, self.server.too_large)
-        elif isinstance(event, h11.EndOfMessage):
-            assert self.request is not None, "its head came before"
-            self.request.body, self.body = bytes(self.body), bytearray()
-            if self.refusal is not None:
-                return self.answer(self.refusal)
+        elif self.refusal is not None:
+            self.answer(self.refusal)  # EndOfMessage: the body is drained
+        else:
             self.enter(State.ANSWERING)
             self.exchange = Exchange(self, self.request)
             self.app.on_request(self.exchange)
-            if self.exchange is not None and self.h11.trailing_data[1]:
-                self.drop()  # its FIN came before: see "A vanished client"
-        else:
-            self.close()  # ConnectionClosed; PAUSED comes only while answering
 
     def take_head(self, request: Request) -> None:
+        self.request = request
         self.refusal = self.app.on_head(request)
         self.body_limit = self.limits.body_bytes if self.refusal is None else DRAIN_BYTES
         announced = int(request.headers.get("content-length", 0))
@@ -421,8 +425,7 @@ class Connection(asyncio.BufferedProtocol):
     # Every answer, whole or streamed, begins with head and is done with finish.
 
     def head(self, status: int, headers: list[tuple[str, str]], close: bool = False) -> bytes:
-        fields = [("Date", self.server.date), *headers]
-        fields += self.app.common_headers(self.request)
+        fields = [("Date", self.server.date), *headers, *self.app.common_headers(self.request)]
         if close or not self.server.accepting:
             fields.append(("Connection", "close"))
         raw = [(name.encode("latin-1"), text.encode("latin-1", "replace")) for name, text in fields]
@@ -438,49 +441,24 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.write(data)
         self.n_written += len(data)
 
-    def stream(self, data: bytes, raw: bool) -> None:
-        """Sends a part of the body; drops the client if too many bytes before it are unsent."""
-        if self.transport.get_write_buffer_size() > self.limits.write_bytes:
-            return self.drop()
-        # Chunks are what h11 would write (a test compares them), at a fifth of the time
-        data = self.part(data) if raw else b"%x\r\n%b\r\n" % (len(data), data)
-        self.transport.write(data)
-        self.n_written += len(data)
-
     def finish(self, data: bytes, head: bytes = b"") -> None:
         """Sends the end of an answer; data is the last part of its body. Then what comes next."""
         self.send(head + self.part(data) + self.h11.send(h11.EndOfMessage()))
         self.exchange = self.request = self.refusal = None
-        if self.h11.our_state is not h11.DONE or not self.server.accepting:
-            return self.linger()
-        self.h11.start_next_cycle()
-        self.enter(State.IDLE, self.limits.idle_timeout)
-        if any(self.h11.trailing_data):
-            self.enter(State.HEAD, self.limits.header_timeout)
-            self.server.loop.call_soon(self.advance)
-
-    def linger(self) -> None:
-        """See "Who closes, and how"."""
-        self.enter(State.LINGERING, self.limits.linger_timeout)
-        self.transport.resume_reading()
-        # Reset since the last write (connection_lost follows); or TLS.
-        with contextlib.suppress(OSError, NotImplementedError):
-            self.transport.write_eof()
+        if self.h11.our_state is h11.DONE and self.server.accepting:
+            self.h11.start_next_cycle()
+            self.enter(State.IDLE, self.limits.idle_timeout)
+            self.server.loop.call_soon(self.advance)  # for what was read ahead
+        else:  # see "Who closes, and how"
+            self.enter(State.LINGERING, self.limits.linger_timeout)
+            self.transport.resume_reading()
+            # Reset since the last write (connection_lost follows); or TLS.
+            with contextlib.suppress(OSError, NotImplementedError):
+                self.transport.write_eof()
 
     # The end.
 
-    def close(self) -> None:
-        """Closes once all that was written is sent."""
-        self.enter(State.CLOSED)
-        self.transport.close()
-
-    def drop(self) -> None:
-        """Closes at once; unsent bytes are lost."""
-        self.enter(State.CLOSED)
-        self.transport.abort()
-
     def connection_lost(self, exc: Exception | None) -> None:
-        self.enter(State.CLOSED)
         self.server.connections.discard(self)
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
@@ -493,12 +471,12 @@ class Connection(asyncio.BufferedProtocol):
         if not unsent or self.n_written - unsent > self.n_accepted:
             self.n_accepted, self.progressed = self.n_written - unsent, now
         if now - self.progressed > self.limits.write_timeout:
-            self.drop()
-        elif not unsent and now > self.deadline:
+            self.transport.abort()
+        elif now > self.deadline and not unsent and not self.transport.is_closing():
             if self.state in (State.HEAD, State.BODY):
                 self.refuse(408, "request not received in time")
             else:
-                self.close()
+                self.transport.close()
 
 
 # ---- Server ------------------------------------------------------------------------------------
@@ -519,10 +497,12 @@ class Server:
         """Starts accepting on sockets from `bind`, owned from now on. Returns when listening."""
         self.loop = asyncio.get_running_loop()
         self._tick()
+        tls: dict[str, Any] = {}
+        if ssl is not None:
+            tls = {"ssl": ssl, "ssl_handshake_timeout": self.limits.header_timeout}
+            tls["ssl_shutdown_timeout"] = self.limits.write_timeout
         for sock in sockets:
-            listener = await self.loop.create_server(
-                lambda: Connection(self), sock=sock, ssl=ssl, backlog=BACKLOG
-            )
+            listener = await self.loop.create_server(lambda: Connection(self), sock=sock, **tls)
             self._listeners.append(listener)
 
     def _tick(self) -> None:
@@ -532,7 +512,8 @@ class Server:
             connection.check(time.perf_counter())
 
     def stop_accepting(self) -> None:
-        """Closes the listeners and idle connections. What runs goes on; its answers say close."""
+        """Closes the listeners and the connections without a request, or with one that was read
+        ahead. What runs goes on; its answers say close."""
         self.accepting = False
         for listener in self._listeners:
             for sock in listener.sockets:
@@ -541,7 +522,7 @@ class Server:
             listener.close()  # and never wait_closed: since 3.12 it waits for every connection
         for connection in list(self.connections):
             if connection.state is State.IDLE:
-                connection.close()
+                connection.transport.close()
 
     async def wait_idle(self, timeout: float) -> bool:
         """True when no exchange is left and all answers are sent; False after timeout seconds."""
@@ -556,5 +537,5 @@ class Server:
         """Drops everything. on_gone of what ran is called in the next turn of the loop."""
         self.stop_accepting()
         for connection in list(self.connections):
-            connection.drop()
+            connection.transport.abort()
         self._ticker.cancel()

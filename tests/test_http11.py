@@ -223,8 +223,7 @@ def test_a_large_body_arrives_whole_and_fast():
         assert served.app.requests[0].body == body
         assert time.perf_counter() - started < 5
         connection = served.connection()
-        eventually(lambda: connection.request is None)
-        assert connection.body == b""
+        eventually(lambda: connection.request is None)  # and with it the body
 
 
 def test_an_announced_body_over_the_limit_is_413_at_once_with_a_readable_reply():
@@ -524,6 +523,18 @@ def test_a_request_whose_fin_came_before_it_was_read_is_gone_at_once():
         assert served.app.gone == [exchange]
 
 
+def test_a_client_that_leaves_is_noticed_also_after_it_was_slow_to_read_an_earlier_answer():
+    with serving() as served, served.connect(receive_buffer=4096) as sock:
+        sock.sendall(request("/big?n=20000000") + request("/hold"))
+        connection = served.connection()
+        eventually(lambda: not connection.transport.is_reading(), "reading paused")
+        assert len(read_answer(sock)[2]) == 20_000_000
+        exchange = served.held()
+        sock.close()
+        eventually(lambda: exchange.gone)
+        assert served.app.gone == [exchange]
+
+
 def test_a_client_without_on_gone_may_leave_too():
     class App(ScriptedApp):
         def on_request(self, exchange):
@@ -759,45 +770,121 @@ def tls_contexts(tmp_path_factory):
     return server, ssl.create_default_context(cafile=folder / "cert.pem")
 
 
-def test_tls_serves_lingers_without_a_half_close_and_notices_who_leaves(tls_contexts):
-    server_context, client_context = tls_contexts
-    with serving(tls=server_context, body_bytes=1000, linger_timeout=0.3) as served:
+@contextlib.contextmanager
+def serving_tls(contexts, **limits):
+    """A server with TLS, and a function that connects to it."""
+    with serving(tls=contexts[0], **limits) as served:
 
-        def connect() -> ssl.SSLSocket:
-            return client_context.wrap_socket(served.connect(), server_hostname="localhost")
+        def connect(receive_buffer: int | None = None) -> ssl.SSLSocket:
+            plain = served.connect(receive_buffer)
+            return contexts[1].wrap_socket(plain, server_hostname="localhost")
 
-        with connect() as sock:
-            sock.sendall(request("/echo", b"1"))
-            assert read_answer(sock)[2] == b"1"
-            sock.sendall(request("/stream", b"ab", Connection="close"))
-            assert read_all(sock).endswith(b"0\r\n\r\n")
+        yield served, connect
+
+
+def test_tls_keeps_the_connection_and_streams_each_write_at_once(tls_contexts):
+    with serving_tls(tls_contexts) as (served, connect), connect() as sock:
+        for body in (b"1", b"x" * 3_000_000, b"2"):
+            sock.sendall(request("/echo", body))
+            assert read_answer(sock)[2] == body
+        sock.sendall(request("/echo", b"3") + request("/start"))
+        assert read_answer(sock)[2] == b"3"
+        exchange = served.held()
+        while not sock.recv(1000).endswith(b"\r\n\r\n"):
+            pass
+        for piece in (b"first", b"second"):
+            served.call(exchange.write, piece)
+            assert sock.recv(1000) == chunk(piece)
+        served.call(exchange.end)
+        assert sock.recv(1000) == b"0\r\n\r\n"
+        sock.sendall(request("/stream", b"ab", Connection="close"))
+        assert read_all(sock).endswith(b"0\r\n\r\n")
+
+
+def test_tls_lingers_without_a_half_close(tls_contexts):
+    limits = {"body_bytes": 1000, "linger_timeout": 0.3, "write_timeout": 0.3}
+    with serving_tls(tls_contexts, **limits) as (served, connect):
         with connect() as sock:  # refused early: readable in full, then closed
             sock.sendall(request("/echo", method="POST", Content_Length="100000"))
             sock.sendall(b"x" * 50_000)
             assert read_all(sock).startswith(b"HTTP/1.1 413")
-        with connect() as sock:  # a pipelined half-close
+        with connect() as sock:  # says neither goodbye nor anything else
+            sock.sendall(request("/echo", b"1", Connection="close"))
+            assert read_answer(sock)[2] == b"1"
+            eventually(lambda: not served.server.connections)
+        with connect() as sock:  # goodbye to an idle connection
             sock.sendall(request("/echo", b"1"))
             assert read_answer(sock)[2] == b"1"
             with contextlib.suppress(OSError):
                 sock.unwrap()
+            eventually(lambda: not served.server.connections)
+
+
+def test_a_slow_tls_reader_gets_all_of_a_last_answer(tls_contexts):
+    limits = {"idle_timeout": 0.1, "linger_timeout": 0.1}
+    with serving_tls(tls_contexts, **limits) as (_, connect), connect(200_000) as sock:
+        sock.sendall(request("/big?n=30000000", Connection="close"))
+        received, started = 0, time.monotonic()
+        while piece := sock.recv(1 << 20):
+            received += len(piece)
+            time.sleep(0.01 if time.monotonic() - started < 1 else 0)  # the slow reader
+        assert received > 30_000_000
+
+
+@pytest.mark.parametrize("path", ["/hold", "/start"])
+@pytest.mark.parametrize("how", ["FIN", "RST", "half-close", "goodbye"])
+def test_a_tls_client_that_leaves_is_noticed_once(how, path, tls_contexts):
+    with serving_tls(tls_contexts) as (served, connect):
         sock = connect()
-        sock.sendall(request("/start"))
+        sock.sendall(request(path, b"body"))
         exchange = served.held()
-        sock.close()
+        if how == "goodbye":
+            sock.setblocking(False)
+            with contextlib.suppress(OSError):
+                sock.unwrap()
+        else:
+            leave(sock, how)
         eventually(lambda: exchange.gone)
+        served.call(exchange.write, b"x")
+        eventually(lambda: not served.server.connections)
         assert served.app.gone == [exchange]
+        sock.close()
 
 
 def test_a_stalled_tls_reader_is_cut(tls_contexts):
-    server_context, client_context = tls_contexts
-    with serving(tls=server_context, write_timeout=0.2) as served:
-        plain = served.connect(receive_buffer=4096)
-        with client_context.wrap_socket(plain, server_hostname="localhost") as sock:
+    with serving_tls(tls_contexts, write_timeout=0.2) as (served, connect):
+        with connect(receive_buffer=4096) as sock:
             sock.sendall(request("/start"))
             exchange = served.held()
             served.call(exchange.write, b"x" * 20_000_000)
             eventually(lambda: exchange.gone or served.call(exchange.write, b"x"))
             assert served.app.gone == [exchange]
+
+
+def test_who_does_not_finish_the_handshake_is_cut_and_speaks_to_no_app(tls_contexts):
+    with serving_tls(tls_contexts, header_timeout=0.1) as (served, _):
+        assert served.exchange(b"") == b""
+        with contextlib.suppress(ConnectionResetError):
+            assert b"HTTP" not in served.exchange(request("/echo"))
+        assert served.app.heads == []
+    with serving_tls(tls_contexts) as (served, _):
+        with pytest.raises(ssl.SSLCertVerificationError), served.connect() as plain:
+            ssl.create_default_context().wrap_socket(plain, server_hostname="localhost")
+        assert served.app.heads == []
+
+
+def test_a_stop_over_tls_closes_idle_and_finishes_what_runs(tls_contexts):
+    with serving_tls(tls_contexts) as (served, connect), connect() as idle, connect() as busy:
+        idle.sendall(request("/echo"))
+        assert read_answer(idle)[0] == 200
+        busy.sendall(request("/hold"))
+        exchange = served.held()
+        served.call(served.server.stop_accepting)
+        assert read_all(idle) == b""
+        served.call(exchange.respond, http11.Response(200, b"done"))
+        status, headers, body = read_answer(busy)
+        assert (status, headers["connection"], body) == (200, "close", b"done")
+        assert served.wait_idle(5)
 
 
 # ---- Listening (case 75) -----------------------------------------------------------------------
