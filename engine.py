@@ -4,8 +4,9 @@ One thread, `Engine._run`, owns the backend: nothing else calls `submit`, `cance
 or `inject` of it. The event loop talks to that thread through a deque of commands and hears back in
 batches, one `loop.call_soon_threadsafe` per step, never one per token:
 
-    event loop:     Engine.submit / cancel / inject -> commands
+    event loop:     Engine.submit / cancel -> commands
     engine thread:  commands -> admit waiting jobs to free slots -> backend.iterate() -> batch
+                    -> job.params.watch, which may have a text injected before the next step
     event loop:     Engine._on_batch -> job.on_update(update) for each job of the batch
 
 The hand-over is bounded: with MAX_UNDELIVERED batches not yet taken the engine thread waits, so a
@@ -124,6 +125,9 @@ class GenerationParams:
     visible_ids: frozenset[int] = frozenset()  # control tokens to show: markers of the tool format
     banned_strings: list[str] = field(default_factory=list)
     grammar: Any = None  # what Backend.compile_grammar returned, one per job
+    # Called on the engine thread with what each step says, with nothing before the first one. The
+    # text that it returns is what the job says next
+    watch: Callable[[list[Piece]], str] | None = None
 
 
 @dataclass(slots=True)
@@ -175,6 +179,7 @@ class Job:
 
     params: GenerationParams
     on_update: Callable[[Update], None]
+    owner: Any = None  # the event loop's own
     id_task: int = -1
     id_slot: int = -1  # the slot held, -1 while waiting
     started: float = 0.0  # time.perf_counter(); 0 until a slot was free
@@ -430,6 +435,9 @@ GENERATOR_OPTIONS += "draft_confidence sparse_draft_head disk_cache_dir".split()
 GENERATOR_GIB_OPTIONS = "cpu_cache_size disk_cache_size recurrent_cache_size".split()
 
 
+# Of the tokens that mark parts of code those that end an answer (llama.cpp, llama-vocab.cpp)
+ENDS_OF_CODE = ("<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>")
+
 Progress = Callable[[int, int], Any]  # modules loaded, modules in all
 
 
@@ -462,6 +470,8 @@ class Exl3Backend:
     def _info(self, argv: list[str]) -> ModelInfo:
         tok = self.tokenizer
         added = tok.tokenizer.get_added_tokens_decoder().items()
+        eos_ids = {*(tok.config.eos_token_id_list or []), tok.eos_token_id}
+        eos_ids |= set(map(self.single_id, ENDS_OF_CODE))
         named, n_draft = self.args.draft_model_dir, self.generator.max_draft_tokens
         drafter = "mtp" if self.args.mtp else Path(named).name if named else "n-gram"
         draft = {"model": drafter, "n_max": n_draft} if n_draft else None
@@ -470,7 +480,7 @@ class Exl3Backend:
             n_ctx=self.generator.max_total_tokens - n_draft,
             n_vocab=tok.actual_vocab_size,
             engine=engine_block(self.args.model_dir, argv, draft, *self.parts.values()),
-            eos_ids=frozenset({*(tok.config.eos_token_id_list or []), tok.eos_token_id} - {None}),
+            eos_ids=frozenset(eos_ids - {None}),
             eos_id=tok.eos_token_id,
             bos_id=tok.bos_token_id,
             add_bos=tok.bos_token_id in tok.tokenizer.encode("x").ids[:1],
@@ -544,6 +554,8 @@ class Exl3Backend:
             case "streaming":
                 self._add_piece(update, result, result.get("text", ""))
                 if h.filters_suspended and h.forced_ids is None:
+                    for grammar in h.filters:
+                        grammar.trigger_token = None  # it was in the injected text
                     h.set_filters(h.filters)  # an injected text is through, the grammar starts anew
         if "eos_reason" in result:
             update.end = EndKind(result["eos_reason"])
@@ -659,7 +671,8 @@ BYTE_OF_CHAR = {chr(b): b for b in PRINTABLE} | {chr(256 + i): b for i, b in enu
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as the safetensors crate has it
 
 # Options that say what is served and where, not how it behaves. Each takes a value.
-ADDRESS = "-m|--model|--model[-_]dir|--host|--port|--api-key|--api-key-file"
+ADDRESS = "-m|--model|--model[-_]dir|--host|--port|--path|--config|--api-(?:key|key-file|prefix)"
+ADDRESS += "|--ssl-(?:key|cert)-file"
 
 # Tensors that are no part of the text model: towers for images and sound, what projects
 # them into it, MTP heads. (MTP layers numbered on after the last layer are told by their number.)
@@ -870,6 +883,9 @@ def engine_block(model_dir: str, argv: Sequence[str], draft: Any, *loaded: Any) 
 # ==== The engine thread ===========================================================================
 
 
+SUMMED = ("n_cached", "n_decoded", "n_draft", "n_draft_accepted", "prompt_s", "predicted_s")
+
+
 class Engine:
     """Slots, the queue and the thread. Public methods are for the event loop unless they say more.
 
@@ -887,6 +903,9 @@ class Engine:
         self.waiting: deque[Job] = deque()
         self.fatal = ""  # why the engine is dead; empty while it is not
         self.n_steps = 0
+        # Sums over the jobs that ended: SUMMED, and n_evaluated, prompt tokens not from the cache;
+        # the longest of them, n_tokens_max; and n_busy, the busy slots of every step
+        self.totals: defaultdict[str, float] = defaultdict(float)
         self.recoveries: list[float] = []  # when the generator was restarted; time.perf_counter()
         self.step_started = 0.0  # time.perf_counter() of the step under way; 0 between steps
         self._loop = loop
@@ -911,10 +930,6 @@ class Engine:
         """Wants no more of this job; harmless when it has ended or was cancelled before."""
         job.cancelled = True
         self._command(self._drop, job)
-
-    def inject(self, job: Job, text: str) -> None:
-        """Makes `text` the next tokens of a running job."""
-        self._command(self._inject, job, text)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Ends the thread after the step under way; jobs that are left get no more updates."""
@@ -955,8 +970,10 @@ class Engine:
                 if busy:
                     self.step_started = time.perf_counter()
                     self.n_steps += 1
+                    self.totals["n_busy"] += len(self.slots) - self.slots.count(None)
                     for update in self.backend.iterate():
                         self._tell(update)
+                        self._watch(update.job, update.pieces)
         except BaseException as exc:  # exllamav3's generator is broken; also a panic in Rust
             self._recover(exc)
         while self.fatal and self.waiting:
@@ -974,10 +991,14 @@ class Engine:
         job = update.job
         if job.ended:
             return
-        job.last = update
+        before, job.last = job.last, update
         self._updates.append(update)
         if update.end is not None:
             job.ended = True
+            # Not every end has figures of its own
+            self._count(
+                job, before if update.end in (EndKind.CANCELLED, EndKind.FAILED) else update
+            )
             if job.id_slot >= 0:
                 self.slots[job.id_slot] = None
 
@@ -988,8 +1009,21 @@ class Engine:
             self.backend.cancel(job)
         self._tell(Update(job, end=EndKind.CANCELLED))
 
-    def _inject(self, job: Job, text: str) -> None:
-        if job in self.slots and not job.cancelled:
+    def _count(self, job: Job, last: Update | None) -> None:
+        """Adds the job's final figures to the totals."""
+        if last is None:
+            return
+        n_prompt, n = len(job.params.prompt_ids), last.n_decoded
+        n_taken = n_prompt if n or last.end is EndKind.LIMIT else last.progress or 0
+        self.totals["n_evaluated"] += max(0, n_taken - last.n_cached)
+        for name in SUMMED:
+            self.totals[name] += getattr(last, name)
+        self.totals["n_tokens_max"] = max(self.totals["n_tokens_max"], n_taken + n)
+
+    def _watch(self, job: Job, pieces: list[Piece]) -> None:
+        """Before the next step: the event loop hears of a token when later ones are made."""
+        watch = job.params.watch
+        if watch is not None and not job.ended and (text := watch(pieces)):
             self.backend.inject(job, text)
 
     def _admit(self) -> None:
@@ -1004,6 +1038,7 @@ class Engine:
                 log.error("job %d was refused: %s", job.id_task, exc)
                 error = f"the engine refused the request: {exc}"
                 self._tell(Update(job, end=EndKind.FAILED, error=error))
+            self._watch(job, [])
 
     def _recover(self, exc: BaseException) -> None:
         """Fails every job in a slot, rebuilds the generator; the waiting jobs go on after that."""

@@ -16,7 +16,9 @@ Text stages are plain objects with feed() and finish(); a request that does not 
 the very same deltas, so both modes cannot differ.
 
 Everything here runs on the event loop except `prepare` of a large or slow request, which runs in
-a worker thread and touches only the request and what is fixed once the model is loaded.
+a worker thread and touches only the request and what is fixed once the model is loaded, and
+`ThoughtWatch`, which the engine thread calls between its steps and which shares one flag with
+/control. Files of --path are looked up and read on the loop: they are small and the operator's own.
 
 Reading order: as it stands. Limits, errors and checks; templates and the text pipeline; requests,
 choices, dialects and answers; routes; options and main.
@@ -32,10 +34,12 @@ import hmac
 import json
 import logging
 import math
+import mimetypes
 import os
 import re
 import secrets
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -70,7 +74,8 @@ N_WORKERS = 4  # threads that render, tokenize and compile
 # ==== Errors ======================================================================================
 
 ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
-ERROR_TYPES |= {403: "permission_error", 413: "request_too_large", 503: "unavailable_error"}
+ERROR_TYPES |= {403: "permission_error", 413: "request_too_large", 501: "not_supported_error"}
+ERROR_TYPES |= {503: "unavailable_error"}
 
 
 class ApiError(Exception):
@@ -97,7 +102,7 @@ def dumps(value: Any) -> bytes:
     return ENCODE(value).encode()
 
 
-def loads(body: bytes | bytearray) -> dict[str, Any]:
+def loads(body: bytes | bytearray, kind: type = dict) -> Any:
     """The JSON object of a request body; 400 for anything else, NaN, Infinity and deep nesting."""
 
     def finite(text: str) -> float:
@@ -111,7 +116,7 @@ def loads(body: bytes | bytearray) -> dict[str, Any]:
         raise bad("the request body is nested too deeply") from None
     except ValueError as exc:
         raise bad(f"the request body is not valid JSON: {exc}") from None
-    return check(value, "request body", Field(dict))
+    return check(value, "request body", Field(kind))
 
 
 # ==== Checks: one field, one row ==================================================================
@@ -139,15 +144,19 @@ FIELD_ROWS = (
     (Field(EFFORTS), "reasoning_effort"),
     (Field(REASONING_FORMATS), "reasoning_format"),
     (Field(bool), "stream timings_per_token return_progress return_tokens ignore_eos"),
-    (Field(bool), "cache_prompt add_generation_prompt"),
+    (Field(bool), "cache_prompt add_generation_prompt reasoning_control"),
     (Field(dict), "stream_options chat_template_kwargs response_format json_schema"),
-    (Field(list, 0, MAX_STOPS, str), "samplers banned_strings"),
+    (Field(list, 0, MAX_STOPS, str), "samplers banned_strings response_fields"),
     (Field(list, 0, 8, str), "dry_sequence_breakers"),  # each is looked for in the vocabulary
-    (Field(list, item=dict), "tools"),
+    (Field(list, item=dict), "tools input_extra"),
+    (Field(list, 0, 0), "lora"),  # there are no adapters
     (Field(list, 1, MAX_MESSAGES), "messages"),
+    (Field(str, 0, MAX_TEXT_CHARS), "input_prefix input_suffix"),
     (Field(str, 0, MAX_GRAMMAR_CHARS), "grammar"),
+    (Field(str, 0, MAX_STOP_CHARS), "reasoning_budget_message"),
     (Field(int, 1, MAX_CHOICES), "n n_cmpl"),
-    (Field(int, -1), "n_predict max_tokens max_completion_tokens"),
+    (Field(int, -1), "n_predict max_tokens max_completion_tokens t_max_predict_ms"),
+    (Field(int, -1), "reasoning_budget_tokens thinking_budget_tokens reasoning_budget"),
     (Field(int, 0, 100), "n_probs top_logprobs"),
     (Field(int, -(2**63), 2**64), "seed"),
     (Field(int, -1, 2**31 - 1), "top_k"),
@@ -210,16 +219,16 @@ def check_ids(ids: list[Any], name: str, n_vocab: int) -> list[int]:
 
 
 def parse_logit_bias(value: Any, model: Model) -> dict[int, float]:
-    """All of llama-server's spellings: {"id": bias}, [[id or text, bias or false], ...]."""
+    """All of llama-server's spellings: {id or text: bias}, [[id or text, bias or false], ...]."""
     biases: dict[int, float] = {}
-    is_object = isinstance(value, dict)
-    pairs = [[*pair] for pair in value.items()] if is_object else [] if value is None else value
+    pairs = value or []
+    if isinstance(value, dict):
+        pairs = [[*pair] for pair in value.items()]
     for pair in check(pairs, "logit_bias", Field(list, 0, MAX_BIASES)):
         token, bias = check(pair, "logit_bias", Field(list, 2, 2))
-        if isinstance(token, str) and re.fullmatch("-?[0-9]{1,18}", token):
-            token = int(token)
-        is_text = isinstance(token, str) and not is_object
-        ids = model.tokenize(token, False, "logit_bias") if is_text else [token]
+        if isinstance(token, str) and re.fullmatch("-?[0-9]+", token):
+            token = int(token[:20])  # so long a number is no token's id, and more is slow to read
+        ids = model.tokenize(token, False, "logit_bias") if isinstance(token, str) else [token]
         bias = -INF if bias is False else check(bias, "logit_bias", Field(float, -1e30, 1e30))
         biases |= dict.fromkeys(check_ids(ids, "logit_bias", model.info.n_vocab), bias)
     return biases
@@ -527,6 +536,7 @@ class Pipeline:
 # ==== Requests: from a checked body to jobs =======================================================
 
 LIMIT_FIELDS = ("n_predict", "max_completion_tokens", "max_tokens")  # the first that is there
+BUDGET_FIELDS = ("reasoning_budget_tokens", "thinking_budget_tokens", "reasoning_budget")
 FORMATS = ("text", "json_object", "json_schema")
 LLAMA_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 SAMPLING_FIELDS = [name for name in eng.NEUTRAL_SAMPLING if name in FIELDS]
@@ -554,6 +564,7 @@ def generation_params(model: Model, fields: dict[str, Any]) -> dict[str, Any]:
     # -1 and none mean the cap
     limit = next((fields[name] for name in LIMIT_FIELDS if name in fields), -1)
     cap = model.args.max_tokens_cap or model.info.n_ctx
+    seed = fields.get("seed", model.args.seed)
     sampling = model.defaults | {k: v for k, v in fields.items() if k in model.defaults}
     known = eng.NEUTRAL_SAMPLING["samplers"]  # others are left out, as llama-server does
     sampling["samplers"] = [name for name in sampling["samplers"] if name in known]
@@ -561,7 +572,7 @@ def generation_params(model: Model, fields: dict[str, Any]) -> dict[str, Any]:
         "max_tokens": cap if limit == -1 else min(limit, cap),
         "sampling": sampling,
         "logit_bias": parse_logit_bias(fields.get("logit_bias"), model),
-        "seed": None if fields.get("seed", -1) in (-1, 0xFFFFFFFF) else fields["seed"],
+        "seed": None if seed in (-1, 0xFFFFFFFF) else seed,
         "ignore_eos": fields.get("ignore_eos", False),
         "n_probs": n_probs,
         "banned_strings": list(parse_stops(fields.get("banned_strings"), "banned_strings")),
@@ -591,6 +602,7 @@ class Task:
         self.stops = parse_stops(fields.get("stop"), "stop")
         self.grammars = compiled(model, fields, in_thought is True, n_choices)  # one per choice
         self.in_thought = in_thought
+        self.watch: Any = None  # makes one per choice
 
     def flag(self, name: str) -> bool:
         return self.fields.get(name, False)
@@ -660,6 +672,45 @@ def prompt_ids(model: Model, prompt: Any) -> list[int]:
     return ids or [model.info.bos_id or model.info.eos_id or 0]
 
 
+# What marks the parts of code to fill in, model family by model family (llama.cpp, llama-vocab.cpp)
+FIM_FAMILIES = "<|fim_{}|> <fim-{}> <fim_{}> <|code_{}|> <|{}|>"
+FIM_MARKS = (
+    FIM_FAMILIES.replace("{}", "prefix") + " <｜fim▁begin｜> <PRE> ▁<PRE>",
+    FIM_FAMILIES.replace("{}", "suffix") + " <｜fim▁hole｜> <SUF> ▁<SUF>",
+    FIM_FAMILIES.replace("{}", "middle") + " <｜fim▁end｜> <MID> ▁<MID>",
+    "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
+    "<|file_sep|>",
+)
+FIM_SNIPPET = "\n\n--- snippet ---\n\n"  # between files, for a model that has no mark for them
+FIM_BATCH = 2048  # llama-server's default n_batch: the prefix gets 3/4 of it, the suffix 1/4
+
+
+def prepare_infill(dialect: type, model: Model, body: dict[str, Any]) -> Task:
+    """/infill: llama-server's prompt (server-common.cpp, format_prompt_infill)."""
+    fields, plain = checked(body), partial(model.tokenize, special=False)
+    found = [map(model.backend.single_id, names.split()) for names in FIM_MARKS]
+    marks: list[Any] = [next((i for i in ids if i is not None), None) for ids in found]
+    if None in marks[:3]:
+        raise ApiError(501, "infill is not supported by this model: it has no marks for it")
+    if not {"input_prefix", "input_suffix"} <= fields.keys():
+        raise bad("'input_prefix' and 'input_suffix' are needed")
+    repo, file = ([] if mark is None else [mark] for mark in marks[3:])
+    extra: list[Any] = [*repo, "myproject\n"] if repo else []
+    for part in fields.get("input_extra", []):
+        name = check(part.get("filename", "tmp"), "input_extra[].filename", Field(str))
+        extra += [*file, f"{name}\n"] if file else [FIM_SNIPPET]
+        extra.append(check(part.get("text"), "input_extra[].text", Field(str)))
+    extra += [*file, "filename\n"] if file else []
+    prompt = model.tokenize(check(fields.get("prompt", ""), "prompt", Field(str)))
+    n_batch = min(FIM_BATCH, model.info.n_ctx // 4)  # the rest is for other files and the answer
+    n_extra, n_suffix = model.info.n_ctx - 2 * n_batch, max(0, n_batch // 4 - 2 - len(prompt))
+    whole = parts_ids(model, extra, "input_extra", plain)
+    whole = whole[max(0, len(whole) - n_extra) :] + model.bos
+    whole += [marks[0], *plain(fields["input_prefix"])[-(n_batch // 4 * 3) :], *prompt]
+    whole += [marks[1], *plain(fields["input_suffix"])[:n_suffix], marks[2]]
+    return Task(dialect, model, fields, [(whole, whole)])
+
+
 def check_text(content: Any, path: str) -> str:
     """A message's content as text: a string, null, or text parts, joined by newlines."""
     if not isinstance(content, list):
@@ -721,6 +772,8 @@ def render_chat(model: Model, fields: dict[str, Any]) -> tuple[str, bool]:
     """
     given = check(fields.get("messages"), "messages", FIELDS["messages"])
     messages, prefill = check_messages(given, model.template_text), dict[str, Any]()
+    if [message["role"] for message in messages[-2:]] == ["assistant"] * 2:
+        raise bad("'messages': there can be only one assistant message at the end")
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
         prefill = messages.pop()
     for tool in fields.get("tools", []):
@@ -755,9 +808,43 @@ def prepare_chat(dialect: type, model: Model, body: dict[str, Any]) -> Task:
     prompts = [(prompt, model.tokenize_prompt(prompt))]
     task = Task(dialect, model, fields, prompts, in_thought)
     task.params["visible_ids"] = model.visible_ids
+    task.watch = thought_watch(model, fields, in_thought)
     if fields.get("reasoning_format", model.args.reasoning_format) == "none":
         task.in_thought = None
     return task
+
+
+class ThoughtWatch:
+    """Ends a thought that is over its budget, or when /control asks for it. The engine thread
+    calls it after every step, and says next what it returns (GenerationParams.watch)."""
+
+    def __init__(self, model: Model, in_thought: bool, budget: int, closing: str) -> None:
+        self.splitter = ThoughtSplitter(model.think, model.think_ids, in_thought)
+        self.budget = budget if budget >= 0 else INF  # tokens that a thought may still have
+        self.closing = closing
+        self.ended = False  # set by /control, on another thread
+        self.closes = False  # the closing text is on its way
+
+    def __call__(self, pieces: list[eng.Piece]) -> str:
+        for piece in pieces:
+            self.budget -= len(piece.ids) if self.splitter.in_thought else 0
+            self.splitter.feed(piece.text, piece.ids)
+        if not self.splitter.in_thought:
+            self.closes = False
+        elif not self.closes and (self.budget <= 0 or self.ended):
+            self.closes = True
+            return self.closing
+        return ""
+
+
+def thought_watch(model: Model, fields: dict[str, Any], opened: bool) -> partial[Any] | None:
+    """What makes the watch of a choice; None when none is needed."""
+    budgets = [fields[name] for name in BUDGET_FIELDS if name in fields]
+    budget = [*budgets, model.args.reasoning_budget][0]
+    if budget < 0 and not fields.get("reasoning_control"):
+        return None
+    message = fields.get("reasoning_budget_message", model.args.reasoning_budget_message) or ""
+    return partial(ThoughtWatch, model, opened, budget, message + model.think.close)
 
 
 # ==== Choices =====================================================================================
@@ -799,7 +886,8 @@ class Choice:
         if task.in_thought is not None:
             split = ThoughtSplitter(model.think, model.think_ids, task.in_thought)
         self.pipeline = Pipeline(split, task.stops)
-        self.job = eng.Job(params, partial(listener, self))
+        self.watch = params.watch = task.watch() if task.watch else None
+        self.job = eng.Job(params, partial(listener, self), task)
         self.last = eng.Update(self.job, progress=0)  # the newest figures
         self.n_decoded = 0  # tokens in what was sent
         self.stop_type = ""  # eos, limit or word, once it has ended
@@ -1013,7 +1101,16 @@ class LlamaDialect(Dialect):
         whole |= {"has_new_line": "\n" in text, "truncated": full, "stop_type": choice.stop_type}
         whole |= {"stopping_word": choice.pipeline.stopped, "tokens_cached": max(0, n - 1)}
         whole |= {"timings": json.loads(choice.timings())}
-        return whole | ({"completion_probabilities": choice.probs} if choice.probs else {})
+        whole |= {"completion_probabilities": choice.probs} if choice.probs else {}
+        wanted = {path: member(whole, path) for path in self.task.fields.get("response_fields", ())}
+        return {k: v for k, v in wanted.items() if v is not None} if wanted else whole
+
+
+def member(value: Any, path: str) -> Any:
+    """The member that a path as "timings/predicted_n" names; None when there is none."""
+    for key in path.split("/"):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def generation_settings(fields: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
@@ -1043,6 +1140,8 @@ class Answer:
         self.stream = task.flag("stream")
         self.shows_progress = self.stream and task.flag("return_progress")
         self.keeps = not self.stream or task.dialect.keeps_deltas
+        # After that the answer ends with the next line
+        self.max_predict_s = max(0, task.fields.get("t_max_predict_ms", 0)) / 1e3 or INF
 
     def begin(self) -> None:
         """Queues the jobs and sends the head of a stream."""
@@ -1078,21 +1177,25 @@ class Answer:
         # Not every step says something of the prompt
         if first and self.shows_progress and (update.progress is not None or update.n_decoded):
             frames = self.dialect.progress(choice)
+        late = False
         for piece in update.pieces:
             frames += self.feed(choice, piece, choice.pipeline.feed(piece.text, piece.ids))
-            if choice.pipeline.stopped:
+            late = update.predicted_s > self.max_predict_s and "\n" in piece.text
+            if choice.pipeline.stopped or late:
                 break
-        if choice.pipeline.stopped:
+        if choice.pipeline.stopped or late:
             self.app.engine.cancel(choice.job)
+            choice.stop_type = "limit"
         elif update.end is eng.EndKind.FAILED:
             return self.finish(error=ApiError(503 if update.retry else 500, update.error))
         elif update.end is not None:
-            last = eng.Piece("", [], max(choice.n_decoded, update.n_decoded))
-            frames += self.feed(choice, last, choice.pipeline.finish())
+            choice.n_decoded = max(choice.n_decoded, update.n_decoded)
             choice.stop_type = "limit" if update.end is eng.EndKind.LIMIT else "eos"
-        if choice.pipeline.stopped:  # perhaps only now, in text that was held
-            choice.stop_type = "word"
         if choice.stop_type:
+            last = eng.Piece("", [], choice.n_decoded)
+            frames += self.feed(choice, last, choice.pipeline.finish())
+            if choice.pipeline.stopped:  # perhaps only now, in text that was held
+                choice.stop_type = "word"
             frames += self.dialect.end(choice) if self.stream else b""
             if all(c.stop_type for c in self.choices):
                 return self.finish(frames)
@@ -1149,7 +1252,9 @@ class App:
 
     def on_head(self, request: Request) -> Response | None:
         """Refuses what needs no body to be refused."""
-        path = re.sub("/{2,}", "/", request.path).rstrip("/") or "/"
+        path, prefix = re.sub("/{2,}", "/", request.path), self.args.api_prefix
+        path = path[len(prefix) :].rstrip("/") or "/" if path.startswith(prefix) else ""
+        path = re.sub("^/slots/[^/]+$", "/slots/{id}", path)
         try:
             self.check_host(request)
             if request.method == "OPTIONS":
@@ -1157,9 +1262,10 @@ class App:
                 allow = {"Methods": "GET, POST, DELETE, OPTIONS", "Headers": names}
                 headers = [(f"Access-Control-Allow-{k}", v) for k, v in allow.items()]
                 return Response(200, b"", headers)
-            methods = ROUTES.get(path)
+            file = None if path in ROUTES else file_under(self.args.path, path)
+            methods = ROUTES.get(path) if file is None else {"GET": partial(get_file, file)}
             method = "GET" if request.method == "HEAD" else request.method
-            if path not in OPEN_ROUTES:
+            if path not in OPEN_ROUTES and file is None:
                 self.check_key(request)
             if methods is None:
                 raise ApiError(404, "File Not Found")
@@ -1168,13 +1274,16 @@ class App:
                 error = ApiError(405, f"allowed here: {allowed}", ERROR_TYPES[400])
                 error.headers.append(("Allow", allowed))
                 raise error
-            if not self.ready:
+            handler = methods[method]
+            if file is None and not self.ready:
                 raise ApiError(503, "Loading model", progress=round(self.progress, 3))
-            if self.engine.fatal:
+            if file is None and self.engine.fatal:
                 raise ApiError(503, f"the engine has failed: {self.engine.fatal}")
+            if isinstance(handler, str):
+                raise ApiError(501, f"this server does not support {handler}")
             if request.headers.get("content-encoding", "identity") != "identity":
                 raise ApiError(415, "compressed request bodies are not read", ERROR_TYPES[400])
-            request.context = methods[method]
+            request.context = handler
         except ApiError as error:
             return self.error_response(error, request)
         return None
@@ -1244,8 +1353,10 @@ class App:
         handler: Handler = request.context
         try:
             body, request.body = request.body, b""  # it may be large, and the answer long
-            result = handler(self, loads(body) if request.method == "POST" else {})
-            return result if isinstance(result, Task) else json_response(200, result)
+            kind = list if handler is post_lora_adapters else dict
+            fields = loads(body, kind) if request.method == "POST" else request.query
+            result = handler(self, fields)
+            return result if isinstance(result, (Task, Response)) else json_response(200, result)
         except ApiError as error:
             return self.error_response(error, request)
         except RecursionError:
@@ -1286,7 +1397,7 @@ class App:
             os._exit(130)
 
 
-Handler = Callable[[App, dict[str, Any]], Any]
+Handler = Callable[[App, Any], Any]  # given a POST's JSON, or the query of a GET
 # Bodies that mention one of these, or spell a name with escapes, may take long to prepare
 SLOW_WORDS = (b'"grammar"', b'"json_schema"', b'"response_format"', b'"tools"', b"\\u00")
 
@@ -1315,26 +1426,108 @@ def get_props(app: App, body: dict[str, Any]) -> Any:
     props = {"default_generation_settings": settings, "total_slots": app.args.parallel}
     props |= {"model_alias": model.alias, "model_path": model.info.model_dir}
     props |= {"modalities": {"vision": False, "video": False, "audio": False}}
-    props |= {"endpoint_slots": True, "endpoint_props": False, "endpoint_metrics": False}
+    endpoints = {"slots": app.args.slots, "props": False, "metrics": app.args.metrics}
+    props |= {f"endpoint_{name}": served for name, served in endpoints.items()}
     props |= {name: model.specials.get(name, "") for name in ("bos_token", "eos_token")}
     return props | {"chat_template": model.template_text, "engine": model.info.engine}
 
 
-def get_slots(app: App, body: dict[str, Any]) -> Any:
+def get_slots(app: App, query: dict[str, str]) -> Any:
+    if not app.args.slots:
+        raise ApiError(501, "this server does not show its slots: it was started with --no-slots")
+    slots = list(app.engine.slots)
+    if query.get("fail_on_no_slot") and None not in slots:
+        raise ApiError(503, "no slot available")
     rows = []
-    for i, job in enumerate(list(app.engine.slots)):
+    for i, job in enumerate(slots):
         row: dict[str, Any] = {"id": i, "n_ctx": app.model.info.n_ctx, "speculative": False}
         row |= {"is_processing": job is not None, "n_past": 0}
         if job is not None:
-            last = job.last or eng.Update(job)
+            last, task = job.last or eng.Update(job), job.owner
             n, n_prompt = last.n_decoded, len(job.params.prompt_ids)
-            row["n_past"] = n_prompt + n if n else last.progress or 0
-            row |= {"id_task": job.id_task, "n_prompt_tokens": n_prompt}
-            row |= {"n_decoded": n, "n_remain": job.params.max_tokens - n}
-            token = {"has_next_token": True, "n_remain": row["n_remain"], "n_decoded": n}
-            row |= {"params": job.params.sampling, "next_token": [token]}
+            n_taken, n_left = n_prompt if n else last.progress or 0, job.params.max_tokens - n
+            n_cached = min(n_taken, last.n_cached)
+            row |= {"n_past": n_taken + n, "id_task": job.id_task, "n_prompt_tokens": n_prompt}
+            row |= {"n_prompt_tokens_cache": n_cached, "n_decoded": n, "n_remain": n_left}
+            row["n_prompt_tokens_processed"] = n_taken - n_cached
+            row["next_token"] = [{"has_next_token": True, "n_remain": n_left, "n_decoded": n}]
+            params = generation_settings(task.fields, task.params)
+            row["params"] = {k: v for k, v in params.items() if k not in REQUEST_TEXTS}
         rows.append(row)
     return rows
+
+
+# Of generation_settings what is not shown to others
+REQUEST_TEXTS = ("dry_sequence_breakers", "stop", "grammar", "logit_bias")
+# llama-server's names, and whose figure of eng.Engine.totals each is
+COUNTERS = {"prompt_tokens_total": "n_evaluated", "prompt_tokens_cached_total": "n_cached"}
+COUNTERS |= {"prompt_seconds_total": "prompt_s", "tokens_predicted_total": "n_decoded"}
+COUNTERS |= {"tokens_predicted_seconds_total": "predicted_s", "n_tokens_max": "n_tokens_max"}
+COUNTERS |= {"spec_decode_num_draft_tokens_total": "n_draft"}
+COUNTERS |= {"spec_decode_num_accepted_tokens_total": "n_draft_accepted"}
+
+
+def get_metrics(app: App, query: dict[str, str]) -> Response:
+    """For Prometheus. A job counts when it has ended; exl3_serve: is what llama-server has not."""
+    if not app.args.metrics:
+        raise ApiError(501, "this server does not support metrics: start it with --metrics")
+    engine, started = app.engine, app.engine.step_started
+    total, n_steps = engine.totals, engine.n_steps
+    counters = {name: total[key] for name, key in COUNTERS.items()} | {"n_decode_total": n_steps}
+    gauges = {
+        "prompt_tokens_seconds": total["n_evaluated"] / (total["prompt_s"] or 1),
+        "predicted_tokens_seconds": total["n_decoded"] / (total["predicted_s"] or 1),
+        "requests_processing": len(engine.slots) - engine.slots.count(None),
+        "requests_deferred": len(engine.waiting),
+        "n_busy_slots_per_decode": total["n_busy"] / max(1, n_steps),
+    }
+    rows = [(f"llamacpp:{name}", "counter", value) for name, value in counters.items()]
+    rows += [(f"llamacpp:{name}", "gauge", value) for name, value in gauges.items()]
+    rows.append(("exl3_serve:recoveries_total", "counter", len(engine.recoveries)))
+    step_s = time.perf_counter() - started if started else 0.0
+    rows.append(("exl3_serve:step_seconds", "gauge", step_s))
+    text = "".join(f"# TYPE {name} {kind}\n{name} {value:.12g}\n" for name, kind, value in rows)
+    return Response(200, text.encode(), [("Content-Type", "text/plain; version=0.0.4")])
+
+
+def post_lora_adapters(app: App, adapters: list[Any]) -> Any:
+    check(adapters, "lora", FIELDS["lora"])
+    return {"success": True}
+
+
+def post_input_tokens(app: App, body: dict[str, Any]) -> Any:
+    prompt = render_chat(app.model, checked(body))[0]
+    return {"input_tokens": len(app.model.tokenize(prompt)), "object": "response.input_tokens"}
+
+
+def post_control(app: App, body: dict[str, Any]) -> Any:
+    """Ends the thought of a chat that is running and was sent with `reasoning_control`."""
+    name = check(body.get("id"), "id", Field(str, 1))
+    check(body.get("action"), "action", Field(("reasoning_end",)))
+    dialects = [answer.dialect for answer in list(app.answers)]
+    found = [dialect for dialect in dialects if getattr(dialect, "common", {}).get("id") == name]
+    watches: list[Any] = [choice.watch for dialect in found for choice in dialect.choices]
+    if None in watches:
+        return {"success": False, "message": "reasoning control not enabled for this completion"}
+    for watch in watches:
+        watch.ended = True
+    message = {} if watches else {"message": "no active completion for this id"}
+    return {"success": bool(watches)} | message
+
+
+def file_under(folder: str | None, path: str) -> Path | None:
+    """The file in the --path directory that a request names. Nothing hidden, no link that leads
+    out of it; of a directory its index.html."""
+    if not folder or not path or re.search(r"/\.|\0", path):
+        return None
+    root = Path(folder).resolve()
+    files = [(root / f".{path}{index}").resolve() for index in ("", "/index.html")]
+    return next((f for f in files if f.is_relative_to(root) and os.path.isfile(f)), None)
+
+
+def get_file(file: Path, app: App, query: dict[str, str]) -> Response:
+    kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+    return Response(200, file.read_bytes(), [("Content-Type", kind)])
 
 
 def get_models(app: App, body: dict[str, Any]) -> Any:
@@ -1379,13 +1572,19 @@ def generating(prepare: Callable[..., Task], dialect: type) -> Handler:
     return lambda app, body: prepare(dialect, app.model, body)
 
 
-CHAT = {"POST": generating(prepare_chat, ChatDialect)}
-LLAMA = {"POST": generating(prepare_completion, LlamaDialect)}
-ROUTES: dict[str, dict[str, Handler]] = {
+CHAT: dict[str, Handler | str] = {"POST": generating(prepare_chat, ChatDialect)}
+LLAMA: dict[str, Handler | str] = {"POST": generating(prepare_completion, LlamaDialect)}
+INPUT_TOKENS: dict[str, Handler | str] = {"POST": post_input_tokens}
+RERANK = ("rerank", "reranking")
+# A text is what is not supported here: 501
+ROUTES: dict[str, dict[str, Handler | str]] = {
     "/health": {"GET": get_health},
     "/v1/health": {"GET": get_health},
     "/props": {"GET": get_props},
     "/slots": {"GET": get_slots},
+    "/slots/{id}": {"POST": "saving, restoring and erasing slots"},
+    "/metrics": {"GET": get_metrics},
+    "/lora-adapters": {"GET": lambda app, query: [], "POST": post_lora_adapters},
     "/models": {"GET": get_models},
     "/v1/models": {"GET": get_models},
     "/tokenize": {"POST": post_tokenize},
@@ -1396,6 +1595,13 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/completions": {"POST": generating(prepare_completion, TextDialect)},
     "/chat/completions": CHAT,
     "/v1/chat/completions": CHAT,
+    "/chat/completions/input_tokens": INPUT_TOKENS,
+    "/v1/chat/completions/input_tokens": INPUT_TOKENS,
+    "/v1/chat/completions/control": {"POST": post_control},
+    "/infill": {"POST": generating(prepare_infill, LlamaDialect)},
+    **{path: {"POST": "embeddings"} for path in ("/embedding", "/embeddings", "/v1/embeddings")},
+    **{f"{v1}/{name}": {"POST": "reranking"} for v1 in ("", "/v1") for name in RERANK},
+    **{f"{v1}/audio/transcriptions": {"POST": "audio"} for v1 in ("", "/v1")},
 }
 # Served without a key: probes must work, and llama-server leaves these open
 OPEN_ROUTES = ("/health", "/v1/health", "/models", "/v1/models", "/")
@@ -1405,37 +1611,55 @@ OPEN_ROUTES = ("/health", "/v1/health", "/models", "/v1/models", "/")
 
 
 FLAG: dict[str, Any] = {"action": "store_true"}
+ON_OFF = {"action": argparse.BooleanOptionalAction, "default": True}
+# What llama-server takes for it in the environment
+TRUE, FALSE = ("1", "on", "true", "enabled"), ("0", "off", "false", "disabled")
 SPLIT = {"default": "auto", "choices": REASONING_FORMATS}
 NO_SPLIT = {"action": "store_const", "const": "none", "dest": "reasoning_format"}
 STR, INT, FLOAT = {"type": str}, {"type": int}, {"type": float}
 WORDS: dict[str, Any] = {"type": lambda text: re.findall(r"[^,\s]+", text), "default": []}
 KEYS, OBJECT = {"type": WORDS["type"]}, {"type": lambda text: dict(json.loads(text))}
+PREFIX = {"type": lambda text: ("/" + text.strip("/")).rstrip("/"), "default": ""}
+MINUS_1, PING, EFFORT = INT | {"default": -1}, FLOAT | {"default": 30.0}, {"choices": EFFORTS}
+TEMPERATURE = FLOAT | {"dest": "temperature"}
 # flags, environment variable, what argparse is told, help; llama-server's names where it has one
 OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
+    ("--config", "", STR, "YAML or JSON file: any option by its long name"),
     ("--host", "LLAMA_ARG_HOST", {"default": "127.0.0.1"}, "address, name or path ending in .sock"),
     ("--port", "LLAMA_ARG_PORT", INT | {"default": 8080}, "TCP port; 0 picks one and prints it"),
     ("-np --parallel", "LLAMA_ARG_N_PARALLEL", INT | {"default": 2}, "slots; more requests wait"),
     ("-a --alias", "LLAMA_ARG_ALIAS", STR, "the model's name in answers"),
     ("--api-key", "LLAMA_API_KEY", KEYS, "key that clients must send; several with commas"),
-    ("--api-key-file", "", STR, "file with one key a line"),
+    ("--api-key-file", "LLAMA_ARG_API_KEY_FILE", STR, "file with one key a line"),
+    ("--ssl-cert-file", "LLAMA_ARG_SSL_CERT_FILE", STR, "certificates in PEM: serves HTTPS"),
+    ("--ssl-key-file", "LLAMA_ARG_SSL_KEY_FILE", STR, "its key, if that is in another file"),
     ("--allowed-hosts", "", WORDS, "Host names served without a key, besides loopback"),
-    ("--cors-origins", "", WORDS, "web origins served without a key, besides loopback; or *"),
+    ("--cors-origins", "LLAMA_ARG_CORS_ORIGINS", WORDS, "likewise web origins; or *"),
+    ("--path", "LLAMA_ARG_STATIC_PATH", STR, "directory of a web UI, served at / without a key"),
+    ("--api-prefix", "LLAMA_ARG_API_PREFIX", PREFIX, "what all paths begin with, as /llm"),
+    ("--metrics", "LLAMA_ARG_ENDPOINT_METRICS", FLAG, "serve /metrics, for Prometheus"),
+    ("--slots", "LLAMA_ARG_ENDPOINT_SLOTS", ON_OFF, "serve /slots; --no-slots: do not"),
+    ("--jinja", "", FLAG, "has no effect: templates always are Jinja's"),
+    ("-to --timeout", "LLAMA_ARG_TIMEOUT", FLOAT | {"default": 30.0}, "seconds a peer may stall"),
     ("--max-tokens-cap", "", INT | {"default": 4096}, "most tokens of an answer; 0: the context"),
     ("--chat-template-file", "LLAMA_ARG_CHAT_TEMPLATE_FILE", STR, "instead of the model's own"),
-    ("--chat-template-kwargs", "LLAMA_CHAT_TEMPLATE_KWARGS", OBJECT, "JSON object"),
+    ("--chat-template-kwargs", "LLAMA_ARG_CHAT_TEMPLATE_KWARGS", OBJECT, "JSON object"),
     ("--reasoning-format", "LLAMA_ARG_THINK", SPLIT, "none: thoughts stay in the content"),
     ("--no-think-split", "", NO_SPLIT, "the same as --reasoning-format none"),
-    ("--reasoning-effort", "", {"choices": EFFORTS}, "for templates that know efforts"),
-    ("--temp --temperature", "", FLOAT | {"dest": "temperature"}, "default, as are the next"),
+    ("--reasoning-effort", "LLAMA_ARG_REASONING_EFFORT", EFFORT, "for templates that know efforts"),
+    ("--reasoning-budget", "LLAMA_ARG_THINK_BUDGET", MINUS_1, "tokens of a thought; -1: no limit"),
+    ("--reasoning-budget-message", "LLAMA_ARG_THINK_BUDGET_MESSAGE", STR, "ends a thought cut so"),
+    ("-s --seed", "", MINUS_1, "-1: another one for every request"),
+    ("--temp --temperature", "LLAMA_ARG_TEMPERATURE", TEMPERATURE, "default, as are the next"),
     ("--top-k", "LLAMA_ARG_TOP_K", INT, "0: off"),
-    ("--top-p", "", FLOAT, "1: off"),
-    ("--min-p", "", FLOAT, "0: off"),
-    ("--repeat-penalty", "", FLOAT, "1: off"),
-    ("--presence-penalty", "", FLOAT, "0: off"),
-    ("--frequency-penalty", "", FLOAT, "0: off"),
+    ("--top-p", "LLAMA_ARG_TOP_P", FLOAT, "1: off"),
+    ("--min-p", "LLAMA_ARG_MIN_P", FLOAT, "0: off"),
+    ("--repeat-penalty", "LLAMA_ARG_REPEAT_PENALTY", FLOAT, "1: off"),
+    ("--presence-penalty", "LLAMA_ARG_PRESENCE_PENALTY", FLOAT, "0: off"),
+    ("--frequency-penalty", "LLAMA_ARG_FREQUENCY_PENALTY", FLOAT, "0: off"),
     ("--draft-n", "", INT | {"dest": "num_draft_tokens"}, "draft tokens a step; 1 with -mtp alone"),
     ("--dyn-draft", "", FLAG | {"dest": "dynamic_draft"}, "adapt the draft length"),
-    ("--sse-ping-interval", "", FLOAT | {"default": 30.0}, "seconds of silence in a stream"),
+    ("--sse-ping-interval", "LLAMA_ARG_SSE_PING_INTERVAL", PING, "seconds of silence in a stream"),
     ("--drain-seconds", "", FLOAT | {"default": 5.0}, "time for running requests on a signal"),
     ("--step-timeout", "", FLOAT | {"default": 0.0}, "seconds a step may take for /health; 0: off"),
     ("--fake", "", FLAG, "no model: a scripted engine for trying clients"),
@@ -1448,14 +1672,69 @@ def make_parser() -> argparse.ArgumentParser:
     about = "Serves one EXL3 model on llama-server's HTTP surface."
     parser = argparse.ArgumentParser("exl3_serve.py", description=about, allow_abbrev=False)
     eng.add_model_args(parser)
-    own = parser.add_argument_group("server (llama-server's names; exllamav3's flags win)")
+    title = "server (llama-server's names; where exllamav3 has the same, exllamav3's flag wins)"
+    own = parser.add_argument_group(title)
     for flags, env, told, text in OPTIONS:
         text += f" [{env}]" if env else ""
-        # argparse converts a default that is text, and complains of it, like any other value
-        told = told | ({"default": os.environ[env]} if env in os.environ else {})
         own.add_argument(*flags.split(), help=text, **told)
     own.add_argument("--version", action="version", version=f"exl3-serve {VERSION}")
     return parser
+
+
+def read_config(parser: argparse.ArgumentParser, path: str) -> dict[str, Any]:
+    try:
+        import yaml
+
+        return dict(yaml.safe_load(Path(path).read_text("utf-8")) or {})
+    except Exception as exc:  # yaml's errors have no base in common with the others
+        parser.error(f"--config {path}: {' '.join(str(exc).split())}")
+
+
+def as_argv(parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[str]:
+    """Settings by the long names of options, as they would stand on the command line."""
+    argv, known = [], parser._option_string_actions
+    for key, value in settings.items():
+        flag, text = f"--{key}", str(value)
+        if flag not in known:
+            parser.error(f"--config: there is no option {flag}")
+        if isinstance(value, (list, dict)):
+            text = ",".join(map(str, value)) if isinstance(value, list) else dumps(value).decode()
+        if known[flag].nargs == 0 and text.lower() in TRUE + FALSE:
+            flag = flag if text.lower() in TRUE else f"--no-{key}"
+            argv += [flag] if flag in known else []
+        elif value is not None:
+            argv.append(f"{flag}={text}")
+    return argv
+
+
+def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and all of them as a command line: of what is given twice the last wins, so
+    the configuration file stands first, then the environment."""
+    parser = make_parser()
+    rows = [(flags.split()[-1][2:], env) for flags, env, *_ in OPTIONS]
+    argv = as_argv(parser, {key: os.environ[env] for key, env in rows if env in os.environ}) + argv
+    args = parser.parse_args(argv)
+    if args.config:
+        argv = as_argv(parser, read_config(parser, args.config)) + argv
+        args = parser.parse_args(argv)
+    if args.parallel < 1 or args.max_tokens_cap < 0 or args.timeout <= 0:
+        parser.error("--parallel must be 1 or more, --max-tokens-cap not below 0, --timeout above")
+    if args.path and not Path(args.path).is_dir():
+        parser.error(f"--path {args.path} is no directory")
+    if args.ssl_key_file and not args.ssl_cert_file:
+        parser.error("--ssl-key-file needs --ssl-cert-file")
+    if not args.fake and not args.model_dir:
+        parser.error("-m/--model_dir is needed (or --fake)")
+    return args, argv
+
+
+def tls_context(args: argparse.Namespace) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(args.ssl_cert_file, args.ssl_key_file)
+    except OSError as exc:
+        raise OSError(f"no certificate and key in --ssl-cert-file and -key-file: {exc}") from exc
+    return context
 
 
 def read_keys(args: argparse.Namespace) -> list[bytes]:
@@ -1487,10 +1766,11 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     """Binds, answers 503 while the model loads, serves until a signal or a failed load."""
     if not args.fake and not Path(args.model_dir, "config.json").is_file():
         raise OSError(f"cannot load the model: there is no config.json in {args.model_dir}")
+    tls, keys = tls_context(args) if args.ssl_cert_file else None, read_keys(args)
     sockets = bind(args.host or "127.0.0.1", args.port)
-    urls = [url_of(sock) for sock in sockets]
-    local = all(is_loopback(url.removeprefix("http://")) or url[:5] == "unix:" for url in urls)
-    app = App(args, read_keys(args), local)
+    urls = [url_of(sock, "https" if tls else "http") for sock in sockets]
+    local = all(url[:5] == "unix:" or is_loopback(url.partition("://")[2]) for url in urls)
+    app = App(args, keys, local)
     n_files = 1024
     with contextlib.suppress(ImportError):  # Windows
         import resource
@@ -1498,8 +1778,10 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         n_files = min(Limits.connections + SPARE_FILES, hard if hard > 0 else 10**9)
         resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, hard))
-    server = Server(app, Limits(connections=max(SPARE_FILES, n_files - SPARE_FILES)))
-    await server.serve(sockets)
+    t, n = args.timeout, max(SPARE_FILES, n_files - SPARE_FILES)
+    limits = Limits(header_timeout=t, body_timeout=t, write_timeout=t, connections=n)
+    server = Server(app, limits)
+    await server.serve(sockets, tls)
     for name in (signal.SIGINT, signal.SIGTERM):  # not add_signal_handler: Windows has none
         signal.signal(name, lambda *_: app.loop.call_soon_threadsafe(app.stop))
     log.info("listening on %s", " and ".join(urls))
@@ -1522,22 +1804,16 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     return 1 if failure else 0
 
 
-def url_of(sock: Any) -> str:
+def url_of(sock: Any, scheme: str) -> str:
     name = sock.getsockname()
     if isinstance(name, str):
         return f"unix:{name}"
     host = f"[{name[0]}]" if ":" in name[0] else name[0]
-    return f"http://{host}:{name[1]}"
+    return f"{scheme}://{host}:{name[1]}"
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    if args.parallel < 1 or args.max_tokens_cap < 0:
-        parser.error("--parallel must be 1 or more, --max-tokens-cap 0 or more")
-    if not args.fake and not args.model_dir:
-        parser.error("-m/--model_dir is needed (or --fake)")
+    args, argv = parse_options(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         code = asyncio.run(serve(args, argv))

@@ -264,7 +264,7 @@ class JobGrammar(RuleBasedStateMachine):
 
     @rule(listener=jobs)
     def inject(self, listener):
-        self.engine.inject(listener.job, "text")
+        listener.job.params.watch = lambda pieces: "text"
 
     @precondition(lambda self: self.loop.calls)
     @rule()
@@ -510,13 +510,43 @@ def test_recoveries_are_limited_within_the_window_only():
 def test_injected_text_comes_next():
     engine, listener = by_hand(fake(["a", "b"]), 1), Listener()
     engine.submit(listener.job)
-    engine._pass()
-    engine._pass()
-    engine.inject(listener.job, "!")
+    said = []
+
+    def watch(pieces):
+        said.extend(piece.text for piece in pieces)
+        return "!" if said == ["a"] else ""
+
+    listener.job.params.watch = watch
     run_dry(engine)
     assert listener.text == "a!b"
-    engine.inject(listener.job, "late")
+    assert said == ["a", "!", "b"]  # the step that ends the job says no more
+
+
+def test_what_a_watch_wants_before_the_first_step_is_said_first():
+    engine, listener = by_hand(fake(["a"]), 1), Listener()
+    texts = iter(["?"])
+    listener.job.params.watch = lambda pieces: next(texts, "")
+    engine.submit(listener.job)
     run_dry(engine)
+    assert listener.text == "?a"
+
+
+def test_totals_are_the_final_figures_of_every_job_that_ended_however_it_did():
+    engine = by_hand(fake(["a", "b", "c"]), 2)
+    whole, waiting, cancelled = Listener("12345"), Listener("123"), Listener("x" * 2000)
+    for listener in (whole, cancelled, waiting):
+        engine.submit(listener.job)
+    engine._pass()
+    assert engine.totals["n_evaluated"] == 0  # nothing has ended
+    progress = cancelled.job.last.progress
+    engine.cancel(cancelled.job)
+    run_dry(engine)
+    taken = 5 + 3 + progress
+    assert engine.totals["n_evaluated"] == taken < 2000
+    assert engine.totals["n_decoded"] == 8  # three pieces and the end, twice
+    assert engine.totals["n_tokens_max"] == max(9, progress)
+    assert engine.totals["predicted_s"] > 0 and engine.totals["n_cached"] == 0
+    assert engine.n_steps < engine.totals["n_busy"] < 2 * engine.n_steps
 
 
 def test_more_jobs_than_slots_run_in_order_and_all_are_answered():
@@ -631,6 +661,10 @@ def eventful_run(engine):
     def submit(listener):
         engine.submit(listener.job)
 
+    def inject(listener):
+        texts = iter(["!"])
+        listener.job.params.watch = lambda pieces: next(texts, "")
+
     def turn(n=1):
         for _ in range(n):
             engine._pass()
@@ -640,7 +674,7 @@ def eventful_run(engine):
     submit(listeners[1])
     submit(listeners[2])
     turn(2)
-    engine.inject(listeners[0].job, "!")
+    inject(listeners[0])
     engine.cancel(listeners[1].job)
     turn(2)
     submit(listeners[3])

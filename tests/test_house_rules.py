@@ -33,12 +33,13 @@ TOP_LEVEL = {"pyproject.toml", "README.md", "LICENSE", "tests", *MODULES}
 MAY_IMPORT = {
     "http11.py": ({"h11"}, set()),
     "engine.py": (set(), {"torch", "exllamav3", "tokenizers", "llguidance"}),
-    "exl3_serve.py": ({"engine", "http11"}, {"jinja2"}),
+    "exl3_serve.py": ({"engine", "http11"}, {"jinja2", "yaml"}),
 }
 SLOW_PACKAGES = (
     "torch",
     "exllamav3",
     "jinja2",
+    "yaml",
     "numpy",
     "llguidance",
     "tokenizers",

@@ -580,3 +580,114 @@ def test_a_control_token_has_no_text_but_counts(real_server):
         body = {"prompt": "Hello", "n_predict": 3, "logit_bias": [[token, 1000]]}
         answer = server.ok("/completion", body | {"return_tokens": True})
         assert (answer["content"], answer["tokens"]) == (text, [token] * 3)
+
+
+# ---- Budgets of thoughts, infill, metrics --------------------------------------------------------
+
+THINKS = {"chat_template_kwargs": {"enable_thinking": True}, "temperature": 0}
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+ANSWER = {
+    "type": "json_schema",
+    "json_schema": {"schema": SCHEMA | {"additionalProperties": False}},
+}
+
+
+def n_tokens(server, text):
+    return len(server.ok("/tokenize", {"content": text})["tokens"])
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5, 17])
+def test_a_thought_has_exactly_the_tokens_of_its_budget(server, budget):
+    free = server.chat(**THINKS, max_tokens=40)
+    assert free.content == "" and free.finish == "length"
+    body = THINKS | {"messages": HI, "max_tokens": 40, "reasoning_budget": budget}
+    body |= {"logprobs": True}
+    choice = server.ok(CHAT, body)["choices"][0]
+    spoken = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert spoken.index("</think>") == budget
+    reply = server.chat(**THINKS, max_tokens=40, reasoning_budget=budget)
+    assert free.reasoning.startswith(reply.reasoning) and reply.content
+    assert reply.whole["usage"]["completion_tokens"] == 40
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+def test_after_a_closed_thought_a_schema_binds_the_answer(server, budget):
+    members = THINKS | {"response_format": ANSWER, "reasoning_budget": budget, "max_tokens": 200}
+    reply = server.chat(**members, reasoning_budget_message=" That is enough.")
+    assert reply.reasoning.endswith("That is enough.") and reply.finish == "stop"
+    assert set(json.loads(reply.content)) == {"ok"}
+
+
+def test_budgets_of_choices_side_by_side_do_not_disturb_each_other(server):
+    alone = server.chat(**THINKS, max_tokens=30, reasoning_budget=4).said
+    replies = server.chats(**THINKS, max_tokens=30, reasoning_budget=4, n=3)
+    assert [reply.said for reply in replies] == [alone] * 3
+
+
+def test_a_budget_holds_while_ngram_drafting_to_within_a_step(real_server):
+    server = real_server("-cs", 2048, "-ndt", 3, "-ngram", 2)
+    body = THINKS | {"messages": HI, "max_tokens": 80, "reasoning_budget": 30, "logprobs": True}
+    choice = server.ok(CHAT, body)["choices"][0]
+    spoken = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert 30 <= spoken.index("</think>") <= 33
+    assert choice["message"]["content"]
+
+
+def test_control_ends_a_thought_and_the_schema_binds_from_there(server):
+    body = THINKS | {"max_tokens": 3000, "response_format": ANSWER, "reasoning_control": True}
+    with server.open_stream(body) as (reader, _, _):
+        first = json.loads(sse_data(reader.chunk())[0])
+        asked = {"id": first["id"], "action": "reasoning_end"}
+        assert server.ok(f"{CHAT}/control", asked) == {"success": True}
+        events = sse_data(reader.body({"transfer-encoding": "chunked"}))
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in events[:-1]]
+    assert set(json.loads("".join(delta.get("content", "") for delta in deltas))) == {"ok"}
+
+
+def test_infill_takes_the_end_of_the_prefix_the_start_of_the_suffix_and_the_last_files(real_server):
+    server = real_server("-cs", 1024)
+    mark = "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"
+    files = [{"filename": f"{i}.py", "text": f"file {i} " + "x = 1\n" * 50} for i in range(9)]
+    body = {"input_prefix": "start " + "a b " * 400, "input_suffix": "c d " * 400 + "end"}
+    body |= {"input_extra": files, "prompt": "now", "n_predict": 2, "temperature": 0}
+    prompt = server.ok("/infill", body)["prompt"]
+    before, _, code = prompt.partition(mark[0])
+    prefix, _, suffix = code.removesuffix(mark[2]).partition(mark[1])
+    assert "start" not in prefix and prefix.endswith("a b now")
+    assert suffix.startswith("c d ") and "end" not in suffix
+    assert "file 0" not in before and "file 8" in before
+    assert n_tokens(server, prompt) <= 1024 // 4 * 3
+
+
+def test_marks_in_the_code_to_fill_in_are_text(server):
+    body = {"input_prefix": "<|fim_middle|>", "input_suffix": "x", "n_predict": 1}
+    plain = server.ok("/tokenize", {"content": "<|fim_middle|>", "parse_special": False})["tokens"]
+    assert server.ok("/infill", body)["tokens_evaluated"] == 3 + len(plain) + 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"input_prefix": None}, {"input_suffix": 5}, {"prompt": [1]}, {"input_extra": [{"text": 5}]}]
+    + [{"input_extra": [5]}, {"input_extra": [{"text": "x", "filename": 1}]}],
+)
+def test_a_wrong_part_of_an_infill_is_a_400_that_names_it(server, changes):
+    body = {"input_prefix": "a", "input_suffix": "b"} | changes
+    server.refused("/infill", body, next(iter(changes)))
+
+
+def test_metrics_are_the_engines_figures_of_all_that_ended(own_server):
+    model = tiny_model.cached("fp16")
+    server = own_server("-m", model, "-cs", 2048, "--metrics", program="serve_cpu.py").wait_ready()
+    body = {"prompt": words(300, 1), "n_predict": 9, "temperature": 0, "ignore_eos": True}
+    timings = [server.ok("/completion", body)["timings"] for _ in range(2)]
+    with server.open_stream(body | {"n_predict": 900, "prompt": words(900, 2)}, "/completion"):
+        server.wait_busy(1)
+    server.wait_idle()
+    text = server.request("GET", "/metrics")[2].decode()
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+    assert timings[1]["cache_n"] > 0
+    assert float(found["llamacpp:prompt_tokens_cached_total"]) >= timings[1]["cache_n"]
+    evaluated = float(found["llamacpp:prompt_tokens_total"]) - sum(t["prompt_n"] for t in timings)
+    assert 0 <= evaluated <= n_tokens(server, words(900, 2))  # of the one that left
+    n = float(found["llamacpp:tokens_predicted_total"])
+    assert 18 <= n < 900 and float(found["llamacpp:n_decode_total"]) >= n

@@ -427,7 +427,14 @@ def test_ids_outside_the_vocabulary_are_refused_and_harm_nobody(fake_server):
     body = {"messages": HI, "ignore_eos": True, "max_tokens": 60}
     other = threading.Thread(target=lambda: result.append(server.ok(CHAT, body)))
     other.start()
-    biases = [{"99999999": 5}, {"-1": 5}, {"abc": 5}, [[99999999, False]], [[-1, 1]], [[1.5, 1]]]
+    biases = [
+        {"99999999": 5},
+        {"-1": 5},
+        {"9" * 5000: 5},
+        [[99999999, False]],
+        [[-1, 1]],
+        [[1.5, 1]],
+    ]
     for bias in biases + [[[True, 1]], [["a"]], [5], {str(2**70): 1}]:
         server.refused(CHAT, {"messages": HI, "logit_bias": bias}, "logit_bias")
     for prompt in ([1, 99999999], [-5], [2**70], [1.5], [True], ["a", -1], [[1], [-1]]):

@@ -448,3 +448,36 @@ def test_messages_nested_too_deeply_for_the_template_are_a_400(tiny):
     refused(tiny, "{{ messages | string }}", [user("x") | {"more": deep}])
     while deep:  # Python would take the nest down recursively
         deep = deep.pop("a")
+
+
+# ==== Code to fill in =============================================================================
+
+QWEN = {name: 1000 + i for i, name in enumerate(["<|fim_prefix|>", "<|fim_suffix|>"])}
+QWEN |= {"<|fim_middle|>": 1002, "<|repo_name|>": 1003, "<|file_sep|>": 1004}
+
+
+def infill(model, marks, **body):
+    """The prompt that /infill makes, its marks as text."""
+    model = copy.copy(model)
+    model.backend = copy.copy(model.backend)
+    model.backend.single_id = marks.get
+    body = {"input_prefix": "def f(", "input_suffix": "return"} | body
+    ((_, ids),) = serve.prepare_infill(serve.LlamaDialect, model, body).prompts
+    names = {i: name for name, i in marks.items()}
+    return "".join(names[i] if i in names else chr(i) for i in ids)
+
+
+def test_code_to_fill_in_is_marked_as_the_models_family_does_it(tiny):
+    """As llama-server's format_prompt_infill, whose order is that of Qwen2.5-Coder's paper."""
+    files = [{"filename": "a.py", "text": "x = 1\n"}, {"text": "y"}]
+    assert infill(tiny, QWEN, input_extra=files, prompt="a, ") == (
+        "<|repo_name|>myproject\n<|file_sep|>a.py\nx = 1\n<|file_sep|>tmp\ny"
+        "<|file_sep|>filename\n<|fim_prefix|>def f(a, <|fim_suffix|>return<|fim_middle|>"
+    )
+    assert infill(tiny, {"<PRE>": 1001, "<SUF>": 1002, "<MID>": 1003}, input_extra=files) == (
+        "\n\n--- snippet ---\n\nx = 1\n\n\n--- snippet ---\n\ny<PRE>def f(<SUF>return<MID>"
+    )
+    deepseek = {"<｜fim▁begin｜>": 1001, "<｜fim▁hole｜>": 1002, "<｜fim▁end｜>": 1003}
+    assert infill(tiny, deepseek) == "<｜fim▁begin｜>def f(<｜fim▁hole｜>return<｜fim▁end｜>"
+    with pytest.raises(ApiError, match="infill"):
+        infill(tiny, {"<PRE>": 1001, "<SUF>": 1002})
