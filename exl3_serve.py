@@ -221,7 +221,7 @@ def check_ids(ids: list[Any], name: str, n_vocab: int) -> list[int]:
 def parse_logit_bias(value: Any, model: Model) -> dict[int, float]:
     """All of llama-server's spellings: {id or text: bias}, [[id or text, bias or false], ...]."""
     biases: dict[int, float] = {}
-    pairs = value or []
+    pairs = [] if value is None else value
     if isinstance(value, dict):
         pairs = [[*pair] for pair in value.items()]
     for pair in check(pairs, "logit_bias", Field(list, 0, MAX_BIASES)):
