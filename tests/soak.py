@@ -227,8 +227,9 @@ class Client(threading.Thread):
         if stalls:
             time.sleep(self.rng.random() * 1.5)
         if "transfer-encoding" in headers:
-            # Of several choices one may wait for a slot while the others have ended
-            raw = self.chunks(reader, note=n_choices == 1)
+            # Whose first event comes while it waits for a slot, as progress does, or who has
+            # choices that wait while others have ended, is silent for a good reason
+            raw = self.chunks(reader, n_choices == 1 and not body.get("return_progress"))
         else:
             raw = reader.body(headers)
         self.soak.count(f"answers {status}")
