@@ -1,5 +1,5 @@
-"""nginx in front of the server, as Debian configures it: it speaks HTTP/1.0 to the server and buffers
-what it is not told to pass on at once. Skipped where nginx is not installed."""
+"""nginx in front of the server with its own defaults: HTTP/1.0 to the server, and what it is not
+told to pass on at once is buffered. Skipped where nginx is not installed."""
 
 from __future__ import annotations
 
