@@ -1,7 +1,8 @@
-"""http11.py under atheris, which looks for new paths through the code: `python tests/fuzz_http11.py`.
+"""http11.py under atheris, which looks for new paths through code: `python tests/fuzz_http11.py`.
 
-Needs atheris (`pip install atheris`) beside the test packages. The arguments are libFuzzer's: -max_total_time=3600, -runs=100000, a directory to keep the corpus in. Whatever comes,
-cut wherever, nothing raises, no answer is a 500, and the connection ends when the client leaves.
+Needs atheris (`pip install atheris`) beside the test packages. The arguments are libFuzzer's:
+-max_total_time=3600, -runs=100000, a folder to keep the corpus in. Whatever comes, cut wherever,
+nothing raises, no answer is a 500, and the connection ends when the client leaves.
 """
 
 import sys
