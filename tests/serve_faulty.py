@@ -1,4 +1,6 @@
-"""Starts the server with a fake engine that fails on demand: `python tests/serve_faulty.py ARGS`.
+"""Starts the server with an engine that fails on demand: `python tests/serve_faulty.py ARGS`.
+
+With --fake that is the fake engine, else the real exllamav3 on the CPU, as serve_cpu.py has it.
 
 A prompt that holds one of these words makes the engine fail, once for each such request:
 
@@ -53,6 +55,37 @@ class FaultyBackend(engine.FakeBackend):
         super().rebuild()
 
 
+class FaultyExl3Backend(engine.Exl3Backend):
+    """The real exllamav3 with the same faults. A job's word is looked for once, on submit."""
+
+    def submit(self, job):
+        prompt = self.decode(job.params.prompt_ids)
+        if "FAIL-ON-SUBMIT" in prompt:
+            raise ValueError("planted on submit")
+        super().submit(job)
+        words = ("IN-PREFILL", "IN-DECODE", "ALONE")
+        job.fault = next((word for word in words if f"FAIL-{word}" in prompt), "")
+
+    def iterate(self):
+        for job in self._jobs.values():
+            if job.fault == "IN-PREFILL":
+                raise RuntimeError("planted in prefill")
+            if job.fault == "IN-DECODE" and job.n_decoded >= 4:
+                raise RuntimeError("planted in decode")
+        updates = super().iterate()
+        for update in updates:
+            if update.job.fault == "ALONE" and update.job.n_decoded >= 4 and update.end is None:
+                update.end, update.error = engine.EndKind.FAILED, "planted for this job"
+                self.cancel(update.job)
+        return updates
+
+
+class FaultyJob(engine.Job):
+    """With room for a word."""
+
+    fault = ""
+
+
 def slow_load(*args):
     time.sleep(float(os.environ.get("FAULTY_LOAD_S", 0)))
     if "FAULTY_LOAD" in os.environ:
@@ -61,6 +94,13 @@ def slow_load(*args):
 
 
 if __name__ == "__main__":
+    if "--fake" not in sys.argv:
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
+        import cpu_exllamav3
+
+        cpu_exllamav3.torch.set_num_threads(1)
+        cpu_exllamav3.install()
+        engine.Job, engine.Exl3Backend = FaultyJob, FaultyExl3Backend
     engine.FakeBackend = FaultyBackend
     engine.load = slow_load
     sys.exit(exl3_serve.main(sys.argv[1:]))
