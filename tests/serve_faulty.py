@@ -67,7 +67,8 @@ class FaultyExl3Backend(engine.Exl3Backend):
         job.fault = next((word for word in words if f"FAIL-{word}" in prompt), "")
 
     def iterate(self):
-        for job in self._jobs.values():
+        for handle in (*self.generator.active_jobs, *self.generator.pending_jobs):
+            job = handle.identifier
             if job.fault == "IN-PREFILL":
                 raise RuntimeError("planted in prefill")
             if job.fault == "IN-DECODE" and job.n_decoded >= 4:

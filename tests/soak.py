@@ -4,7 +4,8 @@
 answer is checked: the fake's follows from the prompt, and the real engine, at temperature 0, must
 say what it said when it was asked alone. A request that was sent whole and not cancelled must get
 exactly one answer, the right one, or the error that was planted. At the end no slot is held, nobody
-waits, and neither memory nor descriptors have grown. Any violation is printed, and exit code 1.
+waits, /metrics counts every restart of the engine and nothing that is left over, and neither memory
+nor descriptors have grown. Any violation is printed, and exit code 1.
 
 test_soak.py runs ten seconds of it.
 """
@@ -19,6 +20,7 @@ import re
 import select
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -29,6 +31,7 @@ import tiny_model
 from server_process import Reader, Server, chat_replies, eventually, http_request, reset, sse_data
 
 CHAT, COMPLETION, TEXT = "/v1/chat/completions", "/completion", "/v1/completions"
+INFILL = "/infill"  # answers as COMPLETION does
 PATIENCE_S = 60.0  # an answer that takes longer is lost
 RECOVERIES, WINDOW_S = 3, 62.0  # the engine gives up when it is restarted more often than that
 MAX_GROWTH = 48 * 2**20  # bytes, from a tenth of the time to the end
@@ -53,7 +56,7 @@ def stream_choices(path, raw):
         raise Refused(json.loads(events[-1])["error"])
     if path == CHAT:
         return [(r.reasoning + "|" + r.content, r.finish) for r in chat_replies(events)]
-    assert path == COMPLETION or events[-1] == "[DONE]", "no end mark"
+    assert path != TEXT or events[-1] == "[DONE]", "no end mark"
     texts, ends = collections.defaultdict(str), {}
     for event in (json.loads(data) for data in events if data != "[DONE]"):
         for row in event.get("choices", [event]):
@@ -67,7 +70,7 @@ def stream_choices(path, raw):
 
 def whole_choices(path, answer):
     """The same of an answer that was not streamed."""
-    if path == COMPLETION:
+    if path in (COMPLETION, INFILL):
         rows = answer if isinstance(answer, list) else [answer]
         return [(row["content"], row["stop_type"]) for row in rows]
     if path == TEXT:
@@ -86,6 +89,7 @@ def choices_of(path, status, headers, raw):
 
 # ---- Requests and what they must say -------------------------------------------------------------
 
+PAGE = b"<p>a page of a web UI" * 20_000  # more than fits in one write
 WORDS = "rain ferry harbour gulls lamp picture island book é 🦜 <|im_end|> \u2028".split(" ")
 
 
@@ -93,12 +97,13 @@ class FakeOracle:
     """The fake engine's answers, worked out here from the prompt."""
 
     args = ("--fake", "--fake-delay", "0.002", "--parallel", "8")
+    paths = (CHAT, CHAT, COMPLETION, TEXT)
 
     def prepare(self, server):
-        pass
+        WRONG.append(("POST", INFILL, {"input_prefix": "a", "input_suffix": "b"}, NOT_SUPPORTED))
 
     def request(self, rng):
-        path, body, prompts = random_request(rng, [rng.randrange(3000)] * 2)
+        path, body, prompts = random_request(rng, self.paths, [rng.randrange(3000)] * 2)
         answers = [self.answer(path, p.encode(), body) for p in prompts]
         return path, body, [a for a in answers for _ in range(body.get("n", 1))]
 
@@ -122,11 +127,12 @@ class RealOracle:
     """What the real engine said when it was asked alone."""
 
     args = ("-m", str(tiny_model.cached("fp16")), "-cs", "8192", "-chunk_size", "256", "-np", "4")
+    paths = (CHAT, CHAT, COMPLETION, TEXT, INFILL)
 
     def prepare(self, server):
         rng, self.known = random.Random(0), []
         for _ in range(60):
-            path, body, _ = random_request(rng, [20, 700])
+            path, body, _ = random_request(rng, self.paths, [20, 700])
             body |= {"temperature": 0, "max_tokens": min(body["max_tokens"], 40)}
             body.pop("ignore_eos", None)
             self.known.append((path, body, whole_choices(path, server.ok(path, body))))
@@ -136,9 +142,9 @@ class RealOracle:
         return path, dict(body), expected
 
 
-def random_request(rng, sizes):
-    """(path, body, the prompts as the engine sees them)"""
-    path = rng.choice([CHAT, CHAT, COMPLETION, TEXT])
+def random_request(rng, paths, sizes):
+    """(path, body, the prompts as the engine sees them, which nobody asks for of INFILL)"""
+    path = rng.choice(paths)
     size = rng.choice([5, rng.randrange(*sizes)] if sizes[0] < sizes[1] else [5, sizes[0]])
     texts = [" ".join(rng.choices(WORDS, k=1 + size // 6))[: size + 1] for _ in range(2)]
     body = {"max_tokens": rng.choice([1, 7, 20, 30, 40])}
@@ -153,16 +159,29 @@ def random_request(rng, sizes):
     if path == CHAT:
         body["messages"] = [{"role": "user", "content": texts[0]}]
         prompts = [f"<|im_start|>user\n{texts[0]}<|im_end|>\n<|im_start|>assistant\n"]
+        if rng.random() < 0.1:  # each step then asks whether a thought is to be ended
+            body |= {"reasoning_budget_tokens": rng.randrange(9), "reasoning_control": True}
+    elif path == INFILL:
+        prompts = []
+        body |= {"input_prefix": texts[0], "input_suffix": texts[1], "prompt": texts[1][:9]}
+        body["input_extra"] = [{"filename": "f", "text": texts[1]}] * rng.choice([0, 2])
     else:
         prompts = texts[: rng.choice([1, 1, 2])]
         body["prompt"] = prompts if len(prompts) > 1 else prompts[0]
     return path, body, prompts
 
 
-NOT_FOUND, NOT_ALLOWED, BAD = 404, 405, 400
+NOT_FOUND, NOT_ALLOWED, BAD, NOT_SUPPORTED = 404, 405, 400, 501
 WRONG = [
     ("GET", "/nowhere", None, NOT_FOUND),
-    ("POST", "/v1/embeddings", {"input": "x"}, NOT_FOUND),
+    ("POST", "/v1/embeddings", {"input": "x"}, NOT_SUPPORTED),
+    ("POST", "/v1/rerank", {"query": "x", "documents": ["a" * 20_000]}, NOT_SUPPORTED),
+    ("POST", "/slots/0?action=save", {"filename": "x"}, NOT_SUPPORTED),
+    ("POST", "/v1/audio/transcriptions", b"x", NOT_SUPPORTED),
+    ("GET", "/..%2fsoak.py", None, NOT_FOUND),
+    ("POST", "/metrics", {}, NOT_ALLOWED),
+    ("POST", "/lora-adapters", [{"id": 0, "scale": 1}], BAD),
+    ("POST", "/v1/chat/completions/control", {"id": "x", "action": "stop"}, BAD),
     ("GET", CHAT, None, NOT_ALLOWED),
     ("DELETE", "/props", None, NOT_ALLOWED),
     ("POST", CHAT, b"{", BAD),
@@ -327,32 +346,63 @@ class Client(threading.Thread):
             whole = expected[index][0].removeprefix("|")
             assert text in whole and whole.startswith(text[:1]), f"{text!r} of {whole!r}"
 
+    def got(self, path, body=None):
+        """The body of an answer that must be a good one."""
+        status, _, raw = self.exchange("GET" if body is None else "POST", path, body)
+        assert status == 200, (path, status, raw[:200])
+        return raw
+
     def look(self):
         """The routes that do not generate."""
-        path = self.rng.choice(["/health", "/v1/models", "/props", "/slots", "/tokenize", "/apply"])
+        looks = [self.look_at_state, self.look_at_state, self.look_at_chat, self.look_at_tokens]
+        looks += [self.look_at_metrics, self.look_at_loras, self.look_at_file, self.look_at_control]
         self.soak.count("other routes")
-        if path == "/apply":
-            message = {"role": "user", "content": "hello"}
-            body = {"messages": [message]}
-            status, _, raw = self.exchange("POST", "/apply-template", body)
-            assert status == 200 and "hello" in json.loads(raw)["prompt"]
-        elif path == "/tokenize":
-            text = " ".join(self.rng.choices(WORDS, k=self.rng.choice([3, 3000])))
-            status, _, raw = self.exchange("POST", path, {"content": text})
-            assert status == 200
-            status, _, raw = self.exchange("POST", "/detokenize", json.loads(raw))
-            assert status == 200 and json.loads(raw)["content"] == text
-        else:
-            status, _, raw = self.exchange("GET", path, None)
-            assert status == 200, (path, status)
-            if path == "/slots":
-                assert len(json.loads(raw)) == self.soak.n_slots
+        self.rng.choice(looks)()
+
+    def look_at_state(self):
+        path = self.rng.choice(["/health", "/v1/models", "/props", "/slots"])
+        said = json.loads(self.got(path))
+        assert path != "/slots" or len(said) == self.soak.n_slots
+
+    def look_at_chat(self):
+        text = " ".join(self.rng.choices(WORDS, k=self.rng.choice([3, 300])))
+        body = {"messages": [{"role": "user", "content": text}]}
+        prompt = json.loads(self.got("/apply-template", body))["prompt"]
+        assert text in prompt
+        n = json.loads(self.got(f"{CHAT}/input_tokens", body))["input_tokens"]
+        assert n == len(json.loads(self.got("/tokenize", {"content": prompt}))["tokens"])
+
+    def look_at_tokens(self):
+        text = " ".join(self.rng.choices(WORDS, k=self.rng.choice([3, 3000])))
+        tokens = json.loads(self.got("/tokenize", {"content": text}))
+        assert json.loads(self.got("/detokenize", tokens))["content"] == text
+
+    def look_at_metrics(self):
+        """Counters never fall, and no more is processed than there are slots."""
+        before, now = self.soak.totals, self.soak.metrics(self.got("/metrics"))
+        assert now["llamacpp:requests_processing"] <= self.soak.n_slots
+        for name, value in before.items():
+            assert now[name] >= value or not name.endswith("_total"), (name, value, now[name])
+        self.soak.totals = now
+
+    def look_at_loras(self):
+        assert json.loads(self.got("/lora-adapters")) == []
+        assert json.loads(self.got("/lora-adapters", [])) == {"success": True}
+
+    def look_at_file(self):
+        assert self.got(self.rng.choice(["/", "/index.html"])) == PAGE
+
+    def look_at_control(self):
+        body = {"id": "chatcmpl-x", "action": "reasoning_end"}
+        assert json.loads(self.got(f"{CHAT}/control", body))["success"] is False
 
     def err(self):
         method, path, body, status = self.rng.choice(WRONG)
         self.soak.count("wrong requests")
         got, _, raw = self.exchange(method, path, body)
-        assert got == status and json.loads(raw)["error"]["code"] == status, (path, got, raw)
+        error = json.loads(raw)["error"]
+        assert got == error["code"] == status, (path, got, raw)
+        assert (error["type"] == "not_supported_error") == (status == NOT_SUPPORTED), raw
 
     def break_engine(self):
         word = self.rng.choice(["ON-SUBMIT", "ALONE", "IN-PREFILL", "IN-DECODE"])
@@ -382,7 +432,8 @@ class Soak:
         self.oracle, self.seconds, self.n_clients = oracle, seconds, n_clients
         self.counts, self.lock = collections.Counter(), threading.Lock()
         self.violations, self.gaps = [], []
-        self.n_faults = 0
+        self.n_faults, self.n_restarts = 0, 0
+        self.totals = {}  # of /metrics, as last seen
         self.restarts, self.restarting = collections.deque(), False
 
     def count(self, what):
@@ -406,6 +457,7 @@ class Soak:
     def restarted(self):
         with self.lock:
             self.restarting = False
+            self.n_restarts += 1
             self.restarts.append(time.monotonic())
 
     def used(self):
@@ -416,8 +468,24 @@ class Soak:
         resident = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) * 1024
         return resident, len(list((process / "fd").iterdir())), n_threads
 
+    def metrics(self, raw):
+        """{name: value} of what /metrics says."""
+        lines = [line for line in raw.decode().splitlines() if not line.startswith("# TYPE ")]
+        return {name: float(value) for name, value in (line.split(" ") for line in lines)}
+
     def run(self):
-        self.server = Server([*self.oracle.args, "--port", "0"], "serve_faulty.py").wait_ready()
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "index.html").write_bytes(PAGE)
+            args = [*self.oracle.args, "--port", "0", "--metrics", "--path", folder]
+            self.server = Server(args, "serve_faulty.py")
+            try:
+                self.server.wait_ready()
+                return self.ask_and_judge()
+            finally:
+                if self.server.process.poll() is None:
+                    self.server.process.kill()
+
+    def ask_and_judge(self):
         self.n_slots = len(self.server.slots())
         self.oracle.prepare(self.server)
         before = self.used()
@@ -442,6 +510,10 @@ class Soak:
         """Everything is given back."""
         try:
             self.server.wait_idle()
+            figures = self.metrics(self.server.request("GET", "/metrics")[2])
+            for name in ("requests_processing", "requests_deferred"):
+                assert figures[f"llamacpp:{name}"] == 0, name
+            assert figures["exl3_serve:recoveries_total"] == self.n_restarts
             self.server.assert_alive()  # it does not wait behind anybody, so the queue is empty
             eventually(lambda: self.used()[1] <= before[1] + 1, "the descriptors are closed")
             if self.used()[0] > early[0] + MAX_GROWTH:

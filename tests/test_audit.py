@@ -141,7 +141,7 @@ FAULTS = {
     "effort": (["--reasoning-effort", "zz"], None, {}, 2, "--reasoning-effort"),
     "slots": (["-np", "0"], None, {}, 2, "--parallel"),
     "port in the environment": ([], None, {"LLAMA_ARG_PORT": "x"}, 2, "--port"),
-    "format in the environment": ([], None, {"LLAMA_ARG_THINK": "zz"}, 2, "", STARTS),
+    "format in the environment": ([], None, {"LLAMA_ARG_THINK": "zz"}, 2, "--reasoning-format"),
     "delay": (["--fake-delay", "-1"], None, {}, 2, "", STARTS),
     "port is too large": (["--port", "80000"], None, {}, 1, "80000"),
 }
