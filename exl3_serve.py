@@ -1169,7 +1169,8 @@ class Answer:
             self.step(choice, update)
         except Exception:  # ours, not the client's: end this answer, keep the delivery going
             log.exception("an answer failed")
-            self.finish(error=ApiError(500, "internal error"))
+            with contextlib.suppress(Exception):  # it may be the last write that failed
+                self.finish(error=ApiError(500, "internal error"))
 
     def step(self, choice: Choice, update: eng.Update) -> None:
         """Sends what is new. The end is one more piece: the text that was held."""
@@ -1367,10 +1368,14 @@ class App:
 
     def finish(self, exchange: Exchange, result: Task | Response | bool, slow: int = 0) -> None:
         self.set_slow(-slow)
-        if isinstance(result, Response):
-            exchange.respond(result)
-        elif isinstance(result, Task) and not exchange.gone:
-            Answer(self, exchange, result).begin()
+        try:
+            if isinstance(result, Response):
+                exchange.respond(result)
+            elif isinstance(result, Task) and not exchange.gone:
+                Answer(self, exchange, result).begin()
+        except Exception:  # ours: 500 for this request; a worker's callback has nobody to catch it
+            log.exception("an answer could not begin")
+            exchange.respond(self.error_response(ApiError(500, "internal error"), exchange.request))
 
     # -- housekeeping --
 

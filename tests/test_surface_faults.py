@@ -213,9 +213,6 @@ def test_wherever_a_call_fails_nothing_is_left_and_the_next_request_is_right(
     assert surface.loop_errors == []
 
 
-@pytest.mark.xfail(
-    strict=True, raises=TimeoutError, reason="App.finish has no catch: the client waits for ever"
-)
 def test_a_fault_of_ours_after_a_worker_thread_is_a_500(surface, monkeypatch):
     """On the loop http11's broad catch makes it one; the callback of a worker thread has none."""
 
@@ -230,9 +227,6 @@ def test_a_fault_of_ours_after_a_worker_thread_is_a_500(surface, monkeypatch):
         assert answer_to(CHAT, {"messages": HI, "grammar": 'root ::= "a"'}) == 500
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what finish() raises leaves on_update, and the batch is lost"
-)
 def test_an_answer_that_cannot_be_failed_does_not_cost_others_their_text(surface, monkeypatch):
     """The whole answer's last write raises, and then its error cannot be sent either."""
     surface.backend.delay_s = 0.02
