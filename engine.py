@@ -185,7 +185,7 @@ class Job:
     started: float = 0.0  # time.perf_counter(); 0 until a slot was free
     cancelled: bool = False  # no more updates are wanted but the end
     ended: bool = False
-    last: Update | None = None  # the newest update that the engine made: for /slots
+    last: Update | None = None  # the newest update with figures: for /slots and the totals
     n_decoded: int = 0  # the backend's own count
     handle: Any = None  # the backend's own object
 
@@ -902,9 +902,8 @@ class Engine:
         self.slots: list[Job | None] = [None] * n_slots
         self.waiting: deque[Job] = deque()
         self.fatal = ""  # why the engine is dead; empty while it is not
-        self.n_steps = 0
         # Sums over the jobs that ended: SUMMED, and n_evaluated, prompt tokens not from the cache;
-        # the longest of them, n_tokens_max; and n_busy, the busy slots of every step
+        # the longest of them, n_tokens_max; n_steps; and n_busy, the busy slots of every step
         self.totals: defaultdict[str, float] = defaultdict(float)
         self.recoveries: list[float] = []  # when the generator was restarted; time.perf_counter()
         self.step_started = 0.0  # time.perf_counter() of the step under way; 0 between steps
@@ -969,7 +968,7 @@ class Engine:
                 busy = self.backend.remaining() > 0
                 if busy:
                     self.step_started = time.perf_counter()
-                    self.n_steps += 1
+                    self.totals["n_steps"] += 1
                     self.totals["n_busy"] += len(self.slots) - self.slots.count(None)
                     for update in self.backend.iterate():
                         self._tell(update)
@@ -991,14 +990,12 @@ class Engine:
         job = update.job
         if job.ended:
             return
-        before, job.last = job.last, update
         self._updates.append(update)
+        if update.end not in (EndKind.CANCELLED, EndKind.FAILED):
+            job.last = update  # those two have no figures of their own
         if update.end is not None:
             job.ended = True
-            # Not every end has figures of its own
-            self._count(
-                job, before if update.end in (EndKind.CANCELLED, EndKind.FAILED) else update
-            )
+            self._count(job, job.last or Update(job))
             if job.id_slot >= 0:
                 self.slots[job.id_slot] = None
 
@@ -1009,16 +1006,14 @@ class Engine:
             self.backend.cancel(job)
         self._tell(Update(job, end=EndKind.CANCELLED))
 
-    def _count(self, job: Job, last: Update | None) -> None:
+    def _count(self, job: Job, last: Update) -> None:
         """Adds the job's final figures to the totals."""
-        if last is None:
-            return
-        n_prompt, n = len(job.params.prompt_ids), last.n_decoded
-        n_taken = n_prompt if n or last.end is EndKind.LIMIT else last.progress or 0
+        whole = last.n_decoded or last.end is EndKind.LIMIT
+        n_taken = len(job.params.prompt_ids) if whole else last.progress or 0
         self.totals["n_evaluated"] += max(0, n_taken - last.n_cached)
         for name in SUMMED:
             self.totals[name] += getattr(last, name)
-        self.totals["n_tokens_max"] = max(self.totals["n_tokens_max"], n_taken + n)
+        self.totals["n_tokens_max"] = max(self.totals["n_tokens_max"], n_taken + last.n_decoded)
 
     def _watch(self, job: Job, pieces: list[Piece]) -> None:
         """Before the next step: the event loop hears of a token when later ones are made."""

@@ -694,13 +694,13 @@ def prepare_infill(dialect: type, model: Model, body: dict[str, Any]) -> Task:
         raise ApiError(501, "infill is not supported by this model: it has no marks for it")
     if not {"input_prefix", "input_suffix"} <= fields.keys():
         raise bad("'input_prefix' and 'input_suffix' are needed")
-    repo, file = ([] if mark is None else [mark] for mark in marks[3:])
-    extra: list[Any] = [*repo, "myproject\n"] if repo else []
+    repo, file = marks[3:]
+    extra: list[Any] = [] if repo is None else [repo, "myproject\n"]
     for part in fields.get("input_extra", []):
         name = check(part.get("filename", "tmp"), "input_extra[].filename", Field(str))
-        extra += [*file, f"{name}\n"] if file else [FIM_SNIPPET]
+        extra += [FIM_SNIPPET] if file is None else [file, f"{name}\n"]
         extra.append(check(part.get("text"), "input_extra[].text", Field(str)))
-    extra += [*file, "filename\n"] if file else []
+    extra += [] if file is None else [file, "filename\n"]
     prompt = model.tokenize(check(fields.get("prompt", ""), "prompt", Field(str)))
     n_batch = min(FIM_BATCH, model.info.n_ctx // 4)  # the rest is for other files and the answer
     n_extra, n_suffix = model.info.n_ctx - 2 * n_batch, max(0, n_batch // 4 - 2 - len(prompt))
@@ -839,8 +839,7 @@ class ThoughtWatch:
 
 def thought_watch(model: Model, fields: dict[str, Any], opened: bool) -> partial[Any] | None:
     """What makes the watch of a choice; None when none is needed."""
-    budgets = [fields[name] for name in BUDGET_FIELDS if name in fields]
-    budget = [*budgets, model.args.reasoning_budget][0]
+    budget = next((fields[k] for k in BUDGET_FIELDS if k in fields), model.args.reasoning_budget)
     if budget < 0 and not fields.get("reasoning_control"):
         return None
     message = fields.get("reasoning_budget_message", model.args.reasoning_budget_message) or ""
@@ -1292,21 +1291,17 @@ class App:
     def check_host(self, request: Request) -> None:
         """Without a key a web page must not drive the model: neither by rebinding a name to the
         loopback address (Host) nor by a plain cross-site POST (Origin)."""
-        if self.keys:
-            return
-        host = request.headers.get("host", "localhost")
-        if self.local and not is_loopback(host) and bare_host(host) not in self.args.allowed_hosts:
+        host, origin = request.headers.get("host", "localhost"), request.headers.get("origin")
+        known = is_loopback(host) or bare_host(host) in self.args.allowed_hosts
+        if self.local and not self.keys and not known:
             raise ApiError(403, f"Host {host!r} needs a key; see --allowed-hosts")
-        origin = request.headers.get("origin")
         if origin is not None and not self.origin_allowed(origin):
             raise ApiError(403, f"Origin {origin!r} needs a key; see --cors-origins")
 
     def origin_allowed(self, origin: str) -> bool:
-        listed = self.args.cors_origins
-        if self.keys or origin in listed or "*" in listed:
-            return True
         scheme, _, rest = origin.partition("://")
-        return scheme in ("http", "https") and is_loopback(rest)
+        local = scheme in ("http", "https") and is_loopback(rest)
+        return bool(self.keys) or local or not {origin, "*"}.isdisjoint(self.args.cors_origins)
 
     def check_key(self, request: Request) -> None:
         if not self.keys:
@@ -1338,9 +1333,8 @@ class App:
             self.finish(exchange, self.call(exchange.request))
             return
         self.set_slow(+1)
-        future = self.pool.submit(lambda: exchange.gone or self.call(exchange.request))
-        later = self.loop.call_soon_threadsafe
-        future.add_done_callback(lambda f: later(self.finish, exchange, f.result(), 1))
+        work = self.pool.submit(lambda: exchange.gone or self.call(exchange.request))
+        asyncio.wrap_future(work).add_done_callback(lambda f: self.finish(exchange, f.result(), 1))
 
     def set_slow(self, change: int) -> None:
         """While a worker thread runs Python, threads give way to each other ten times as often:
@@ -1468,7 +1462,7 @@ REQUEST_TEXTS = ("dry_sequence_breakers", "stop", "grammar", "logit_bias")
 COUNTERS = {"prompt_tokens_total": "n_evaluated", "prompt_tokens_cached_total": "n_cached"}
 COUNTERS |= {"prompt_seconds_total": "prompt_s", "tokens_predicted_total": "n_decoded"}
 COUNTERS |= {"tokens_predicted_seconds_total": "predicted_s", "n_tokens_max": "n_tokens_max"}
-COUNTERS |= {"spec_decode_num_draft_tokens_total": "n_draft"}
+COUNTERS |= {"spec_decode_num_draft_tokens_total": "n_draft", "n_decode_total": "n_steps"}
 COUNTERS |= {"spec_decode_num_accepted_tokens_total": "n_draft_accepted"}
 
 
@@ -1476,22 +1470,19 @@ def get_metrics(app: App, query: dict[str, str]) -> Response:
     """For Prometheus. A job counts when it has ended; exl3_serve: is what llama-server has not."""
     if not app.args.metrics:
         raise ApiError(501, "this server does not support metrics: start it with --metrics")
-    engine, started = app.engine, app.engine.step_started
-    total, n_steps = engine.totals, engine.n_steps
-    counters = {name: total[key] for name, key in COUNTERS.items()} | {"n_decode_total": n_steps}
-    gauges = {
-        "prompt_tokens_seconds": total["n_evaluated"] / (total["prompt_s"] or 1),
-        "predicted_tokens_seconds": total["n_decoded"] / (total["predicted_s"] or 1),
-        "requests_processing": len(engine.slots) - engine.slots.count(None),
-        "requests_deferred": len(engine.waiting),
-        "n_busy_slots_per_decode": total["n_busy"] / max(1, n_steps),
-    }
-    rows = [(f"llamacpp:{name}", "counter", value) for name, value in counters.items()]
-    rows += [(f"llamacpp:{name}", "gauge", value) for name, value in gauges.items()]
-    rows.append(("exl3_serve:recoveries_total", "counter", len(engine.recoveries)))
-    step_s = time.perf_counter() - started if started else 0.0
-    rows.append(("exl3_serve:step_seconds", "gauge", step_s))
-    text = "".join(f"# TYPE {name} {kind}\n{name} {value:.12g}\n" for name, kind, value in rows)
+    engine, total, started = app.engine, app.engine.totals, app.engine.step_started
+    rows = {f"llamacpp:{name}": total[key] for name, key in COUNTERS.items()}
+    rows["llamacpp:prompt_tokens_seconds"] = total["n_evaluated"] / (total["prompt_s"] or 1)
+    rows["llamacpp:predicted_tokens_seconds"] = total["n_decoded"] / (total["predicted_s"] or 1)
+    rows["llamacpp:requests_processing"] = len(engine.slots) - engine.slots.count(None)
+    rows["llamacpp:requests_deferred"] = len(engine.waiting)
+    rows["llamacpp:n_busy_slots_per_decode"] = total["n_busy"] / (total["n_steps"] or 1)
+    rows["exl3_serve:recoveries_total"] = len(engine.recoveries)
+    rows["exl3_serve:step_seconds"] = time.perf_counter() - started if started else 0.0
+    text = ""
+    for name, value in rows.items():
+        kind = "counter" if name.endswith(("_total", "_max")) else "gauge"
+        text += f"# TYPE {name} {kind}\n{name} {value:.12g}\n"
     return Response(200, text.encode(), [("Content-Type", "text/plain; version=0.0.4")])
 
 
@@ -1509,9 +1500,8 @@ def post_control(app: App, body: dict[str, Any]) -> Any:
     """Ends the thought of a chat that is running and was sent with `reasoning_control`."""
     name = check(body.get("id"), "id", Field(str, 1))
     check(body.get("action"), "action", Field(("reasoning_end",)))
-    dialects = [answer.dialect for answer in list(app.answers)]
-    found = [dialect for dialect in dialects if getattr(dialect, "common", {}).get("id") == name]
-    watches: list[Any] = [choice.watch for dialect in found for choice in dialect.choices]
+    found = [a for a in list(app.answers) if getattr(a.dialect, "common", {}).get("id") == name]
+    watches: list[Any] = [choice.watch for answer in found for choice in answer.choices]
     if None in watches:
         return {"success": False, "message": "reasoning control not enabled for this completion"}
     for watch in watches:
@@ -1549,8 +1539,8 @@ def post_tokenize(app: App, body: dict[str, Any]) -> Any:
     model = app.model
     special = body.get("parse_special", True) is not False
     encode = partial(model.tokenize, special=special, name="content")
-    ids = parts_ids(model, body.get("content", ""), "content", encode)
-    ids = list(model.bos if body.get("add_special") is True else []) + ids
+    bos = model.bos if body.get("add_special") is True else []
+    ids = bos + parts_ids(model, body.get("content", ""), "content", encode)
     if body.get("with_pieces") is not True:
         return {"tokens": ids}
     check(len(ids), "content (tokens with pieces)", Field(int, 0, MAX_PIECES))
@@ -1577,37 +1567,34 @@ def generating(prepare: Callable[..., Task], dialect: type) -> Handler:
     return lambda app, body: prepare(dialect, app.model, body)
 
 
-CHAT: dict[str, Handler | str] = {"POST": generating(prepare_chat, ChatDialect)}
-LLAMA: dict[str, Handler | str] = {"POST": generating(prepare_completion, LlamaDialect)}
-INPUT_TOKENS: dict[str, Handler | str] = {"POST": post_input_tokens}
-RERANK = ("rerank", "reranking")
 # A text is what is not supported here: 501
-ROUTES: dict[str, dict[str, Handler | str]] = {
-    "/health": {"GET": get_health},
-    "/v1/health": {"GET": get_health},
-    "/props": {"GET": get_props},
-    "/slots": {"GET": get_slots},
-    "/slots/{id}": {"POST": "saving, restoring and erasing slots"},
-    "/metrics": {"GET": get_metrics},
-    "/lora-adapters": {"GET": lambda app, query: [], "POST": post_lora_adapters},
-    "/models": {"GET": get_models},
-    "/v1/models": {"GET": get_models},
-    "/tokenize": {"POST": post_tokenize},
-    "/detokenize": {"POST": post_detokenize},
-    "/apply-template": {"POST": post_apply_template},
-    "/completion": LLAMA,
-    "/completions": LLAMA,
-    "/v1/completions": {"POST": generating(prepare_completion, TextDialect)},
-    "/chat/completions": CHAT,
-    "/v1/chat/completions": CHAT,
-    "/chat/completions/input_tokens": INPUT_TOKENS,
-    "/v1/chat/completions/input_tokens": INPUT_TOKENS,
-    "/v1/chat/completions/control": {"POST": post_control},
-    "/infill": {"POST": generating(prepare_infill, LlamaDialect)},
-    **{path: {"POST": "embeddings"} for path in ("/embedding", "/embeddings", "/v1/embeddings")},
-    **{f"{v1}/{name}": {"POST": "reranking"} for v1 in ("", "/v1") for name in RERANK},
-    **{f"{v1}/audio/transcriptions": {"POST": "audio"} for v1 in ("", "/v1")},
-}
+ROUTE_ROWS: tuple[tuple[str, str, Handler | str], ...] = (
+    ("GET", "/health /v1/health", get_health),
+    ("GET", "/props", get_props),
+    ("GET", "/slots", get_slots),
+    ("POST", "/slots/{id}", "saving, restoring and erasing slots"),
+    ("GET", "/metrics", get_metrics),
+    ("GET", "/lora-adapters", lambda app, query: []),
+    ("POST", "/lora-adapters", post_lora_adapters),
+    ("GET", "/models /v1/models", get_models),
+    ("POST", "/tokenize", post_tokenize),
+    ("POST", "/detokenize", post_detokenize),
+    ("POST", "/apply-template", post_apply_template),
+    ("POST", "/completion /completions", generating(prepare_completion, LlamaDialect)),
+    ("POST", "/v1/completions", generating(prepare_completion, TextDialect)),
+    ("POST", "/chat/completions /v1/chat/completions", generating(prepare_chat, ChatDialect)),
+    ("POST", "/chat/completions/input_tokens", post_input_tokens),
+    ("POST", "/v1/chat/completions/input_tokens", post_input_tokens),
+    ("POST", "/v1/chat/completions/control", post_control),
+    ("POST", "/infill", generating(prepare_infill, LlamaDialect)),
+    ("POST", "/embedding /embeddings /v1/embeddings", "embeddings"),
+    ("POST", "/rerank /reranking /v1/rerank /v1/reranking", "reranking"),
+    ("POST", "/audio/transcriptions /v1/audio/transcriptions", "audio"),
+)
+ROUTES: dict[str, dict[str, Handler | str]] = {}  # path -> method -> what answers
+for method, paths, handler in ROUTE_ROWS:
+    for path in paths.split():
+        ROUTES.setdefault(path, {})[method] = handler
 # Served without a key: probes must work, and llama-server leaves these open
 OPEN_ROUTES = ("/health", "/v1/health", "/models", "/v1/models", "/")
 
@@ -1625,8 +1612,8 @@ STR, INT, FLOAT = {"type": str}, {"type": int}, {"type": float}
 WORDS: dict[str, Any] = {"type": lambda text: re.findall(r"[^,\s]+", text), "default": []}
 KEYS, OBJECT = {"type": WORDS["type"]}, {"type": lambda text: dict(json.loads(text))}
 PREFIX = {"type": lambda text: ("/" + text.strip("/")).rstrip("/"), "default": ""}
-MINUS_1, PING, EFFORT = INT | {"default": -1}, FLOAT | {"default": 30.0}, {"choices": EFFORTS}
 TEMPERATURE = FLOAT | {"dest": "temperature"}
+MINUS_1, PING, EFFORT = INT | {"default": -1}, FLOAT | {"default": 30.0}, {"choices": EFFORTS}
 # flags, environment variable, what argparse is told, help; llama-server's names where it has one
 OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--config", "", STR, "YAML or JSON file: any option by its long name"),
@@ -1680,8 +1667,7 @@ def make_parser() -> argparse.ArgumentParser:
     title = "server (llama-server's names; where exllamav3 has the same, exllamav3's flag wins)"
     own = parser.add_argument_group(title)
     for flags, env, told, text in OPTIONS:
-        text += f" [{env}]" if env else ""
-        own.add_argument(*flags.split(), help=text, **told)
+        own.add_argument(*flags.split(), help=f"{text} [{env}]" if env else text, **told)
     own.add_argument("--version", action="version", version=f"exl3-serve {VERSION}")
     return parser
 

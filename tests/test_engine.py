@@ -360,7 +360,7 @@ def test_a_job_cancelled_before_the_engine_saw_it_never_starts():
     engine.cancel(listener.job)
     run_dry(engine)
     assert listener.word == "c"
-    assert engine.n_steps == 0
+    assert engine.totals["n_steps"] == 0
 
 
 def test_a_waiting_job_that_is_cancelled_does_not_disturb_the_others():
@@ -546,7 +546,7 @@ def test_totals_are_the_final_figures_of_every_job_that_ended_however_it_did():
     assert engine.totals["n_decoded"] == 8  # three pieces and the end, twice
     assert engine.totals["n_tokens_max"] == max(9, progress)
     assert engine.totals["predicted_s"] > 0 and engine.totals["n_cached"] == 0
-    assert engine.n_steps < engine.totals["n_busy"] < 2 * engine.n_steps
+    assert engine.totals["n_steps"] < engine.totals["n_busy"] < 2 * engine.totals["n_steps"]
 
 
 def test_more_jobs_than_slots_run_in_order_and_all_are_answered():
@@ -585,7 +585,7 @@ def test_the_thread_waits_when_the_event_loop_is_behind():
     for n_taken in range(5):
         assert engine._room.full.acquire(timeout=PATIENCE_S)
         assert len(engine._loop.calls) == eng.MAX_UNDELIVERED
-        assert engine.n_steps == n_taken + eng.MAX_UNDELIVERED + 1
+        assert engine.totals["n_steps"] == n_taken + eng.MAX_UNDELIVERED + 1
         engine._loop.deliver()
     engine.close()
     assert not engine.thread.is_alive()
@@ -960,10 +960,10 @@ def test_housekeeping_goes_on_in_steps_while_there_is_no_job(exl3_backend):
     with has_work, mock.patch.object(exl3_backend.generator, "idle_work", left.pop):
         engine = by_hand(exl3_backend, 1)
         run_dry(engine)
-        assert engine.n_steps == 3 and not left
+        assert engine.totals["n_steps"] == 3 and not left
         engine.submit(Listener(n=2, sampling={"temperature": 0}).job)
         run_dry(engine)
-    assert engine.n_steps > 3 and not engine.recoveries
+    assert engine.totals["n_steps"] > 3 and not engine.recoveries
 
 
 def edge_values(field_rule):
