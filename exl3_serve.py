@@ -489,48 +489,39 @@ class Pipeline:
     """One choice's text: the thought is split off, then stop strings are looked for."""
 
     def __init__(self, split: ThoughtSplitter | None, stops: tuple[str, ...]) -> None:
-        self.split = split
-        self.stop = Scanner(stops) if stops else None
+        self.split, self.stop = split, Scanner(stops)
         self.stopped = ""  # the stop string that ended the text
 
     def feed(self, text: str, ids: Sequence[int]) -> list[Delta]:
         """The deltas of one piece; after `stopped` is set there are no more."""
-        if self.stopped:
-            return []
-        if self.split is None:
-            stop = self.stop
-            if stop is None or (not stop.held and stop.firsts.isdisjoint(text)):
-                return [("content", text)] if text else []
-            return self._answer(text, ids)
+        if self.split is None or self.split.done:
+            return self._answer(text, ids) if text else []
+        return self._deltas(self.split.feed(text, ids))
+
+    def _deltas(self, parts: list[Part]) -> list[Delta]:
         deltas: list[Delta] = []
-        for kind, part, part_ids in self.split.feed(text, ids):
-            if kind == "reasoning":
-                deltas.append((kind, part))
-            else:
-                deltas += self._answer(part, part_ids)
-        if self.split.done:
-            self.split = None
+        for kind, text, ids in parts:
+            deltas += [(kind, text)] if kind == "reasoning" else self._answer(text, ids)
         return deltas
 
     def _answer(self, text: str, ids: Sequence[int]) -> list[Delta]:
-        if self.stop is None or self.stopped:
-            return [] if self.stopped else [("content", text)]
-        released, self.stopped, _ = self.stop.feed(text, ids)
-        return [("content", part) for part, _ in released]
+        if self.stopped:
+            return []
+        if not self.stop.held and self.stop.firsts.isdisjoint(text):  # most tokens of most answers
+            return [("content", text)]
+        pieces, self.stopped, _ = self.stop.feed(text, ids)
+        return [("content", text) for text, _ in pieces]
 
     def finish(self) -> list[Delta]:
         """What was still held when the text ended."""
-        deltas: list[Delta] = []
-        for kind, text, ids in self.split.finish() if self.split else []:
-            deltas += [(kind, text)] if kind == "reasoning" else self._answer(text, ids)
-        held = self.stop.finish() if self.stop and not self.stopped else []
-        return deltas + [("content", text) for text, _ in held]
+        deltas = self._deltas(self.split.finish()) if self.split else []
+        return deltas + [("content", text) for text, _ in self.stop.finish()]
 
     @property
     def n_held(self) -> int:
         """Pieces that wait in a stage: their log-probabilities wait with them."""
-        n = len(self.stop.held) if self.stop else 0
-        return n + (len(self.split.opening.held + self.split.close.held) if self.split else 0)
+        split = self.split.opening.held + self.split.close.held if self.split else []
+        return len(self.stop.held + split)
 
 
 # ==== Requests: from a checked body to jobs =======================================================
