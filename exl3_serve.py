@@ -254,19 +254,21 @@ THINK_TAGS = (
 )
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 THOUGHT_NAMES = ("reasoning_content", "thinking", "reasoning")
-PROBE = "exl3-serve-probe"
+PROBE, PROBE_CALL = "exl3-serve-probe", '{"q": "exl3-serve-probe"}'
 
 
-def template_of(model_dir: Path, override: str | None, config: dict[str, Any]) -> str:
-    """The chat template's text: flag, chat_template.jinja, tokenizer_config.json, or none ("")."""
+def templates_of(model_dir: Path, override: str | None, config: dict[str, Any]) -> tuple[str, str]:
+    """The chat template's text, and that for requests with tools: flag, chat_template.jinja,
+    tokenizer_config.json, or none ("")."""
     path = Path(override) if override else model_dir / "chat_template.jinja"
-    if override or path.is_file():
-        return path.read_text(encoding="utf-8")
     value = config.get("chat_template") or ""
-    if isinstance(value, list):  # named templates: [{"name": "default", "template": ...}]
-        named = {row.get("name"): row.get("template") for row in value}
-        value = named.get("default") or next(iter(named.values()), "")
-    return value
+    if override or path.is_file():
+        value = path.read_text(encoding="utf-8")
+    if isinstance(value, str):
+        return value, value
+    named = {row.get("name"): row.get("template") for row in value}  # as transformers reads it
+    default = named.get("default") or next(iter(named.values()), "")
+    return default, named.get("tool_use") or default
 
 
 def think_tags_of(template_text: str) -> ThinkTags:
@@ -286,6 +288,12 @@ def compile_template(text: str) -> Any:
     """The template as transformers compiles it (utils/chat_template_utils.py): sandboxed."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    class Sandbox(ImmutableSandboxedEnvironment):
+        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+            """Kimi K2's template keeps a queue; the lists it is given are made for one request."""
+            is_queue = isinstance(obj, list) and attr in ("append", "pop")
+            return is_queue or super().is_safe_attribute(obj, attr, value)
+
     def tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
         options: Any = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
         return json.dumps(x, ensure_ascii=ensure_ascii, **options)
@@ -293,7 +301,7 @@ def compile_template(text: str) -> Any:
     def raise_exception(message: str) -> None:
         raise ValueError(message)
 
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    env = Sandbox(trim_blocks=True, lstrip_blocks=True)
     env.add_extension("jinja2.ext.loopcontrols")
     env.filters["tojson"] = tojson
     env.globals["raise_exception"] = raise_exception
@@ -310,10 +318,16 @@ class Model:
         self.backend, self.info, self.args = backend, backend.info, args
         model_dir = Path(backend.info.model_dir)
         config = eng.read_config(model_dir / "tokenizer_config.json")
-        self.template_text = template_of(model_dir, args.chat_template_file, config)
-        self.specials = special_tokens(model_dir, config)
-        self.template: Any = compile_template(self.template_text) if self.template_text else None
-        self.wants_parts = not self.shows(PROBE) and self.shows([{"type": "text", "text": PROBE}])
+        texts = templates_of(model_dir, args.chat_template_file, config)
+        self.template_text, self.specials = texts[0], special_tokens(model_dir, config)
+        templates: list[Any] = [compile_template(text) if text else None for text in texts]
+        self.template, self.tools_template = templates
+        parts, call = [{"type": "text", "text": PROBE}], {"name": "f", "arguments": PROBE_CALL}
+        self.wants_parts = PROBE not in self.shown(PROBE) and PROBE in self.shown(parts)
+        # Arguments of a call: a mapping, if that is not shown as Python writes it, {'q': ...}
+        mapping = self.shown("", call | {"arguments": json.loads(PROBE_CALL)}).replace("'", "")
+        takes_mapping = PROBE in mapping and f"{{q: {PROBE}" not in mapping
+        self.wants_text = not takes_mapping and PROBE_CALL in self.shown("", call)
         self.alias = args.alias or model_dir.name
         self.created = int(time.time())
         self.think = think_tags_of(self.template_text)
@@ -331,12 +345,16 @@ class Model:
         cut = len(text) > LONG_TOKEN_CHARS * self.info.n_ctx
         return self.tokenize(text) if cut and len(ids) < self.info.n_ctx + 100 else ids
 
-    def shows(self, content: Any) -> bool:
-        """Whether the template shows a user's content in this form, as llama.cpp finds out."""
+    def shown(self, content: Any, call: Any = None) -> str:
+        """How the template shows a user's content, or a call; llama.cpp finds out what forms of
+        them it wants in the same way."""
+        calls = [{"id": "123456789", "type": "function", "function": call}]
+        messages = [{"role": "user", "content": content}]
+        messages += [{"role": "assistant", "content": "", "tool_calls": calls}] if call else []
         try:
-            return PROBE in self.template.render(messages=[{"role": "user", "content": content}])
+            return self.tools_template.render(self.specials, messages=messages)
         except Exception:  # a template may raise anything; none at all has no render()
-            return False
+            return ""
 
     def tokenize(self, text: str, special: bool = True, name: str = "prompt") -> list[int]:
         check(text, name, Field(str, 0, MAX_TEXT_CHARS))
@@ -346,15 +364,16 @@ class Model:
         """The prompt's text; the template's own complaint is a 400 with its message."""
         if self.wants_parts:
             messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
-        given = {"messages": messages, "tools": tools or None, "add_generation_prompt": opens}
+        given = {"messages": [*messages], "tools": tools or None, "add_generation_prompt": opens}
         names = {"documents": None} | self.specials | extra | given
         if self.template is None:
             if tools:
-                raise bad("'tools': this model has no chat template that could show them")
+                text = f"Tools: {json.dumps(tools, ensure_ascii=False)}"
+                messages = [{"role": "system", "content": text}, *messages]
             head = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
             return head + "<|im_start|>assistant\n"
         try:
-            return self.template.render(names)
+            return (self.tools_template if tools else self.template).render(names)
         except Exception as exc:  # a template may raise anything; all of it is about this request
             raise bad(f"the chat template refused the request: {exc}") from None
 
@@ -717,7 +736,21 @@ def check_text(content: Any, path: str) -> str:
     return "\n".join(texts)
 
 
-def check_messages(messages: list[Any], template_text: str) -> list[dict[str, Any]]:
+def history_call(call: Any, path: str, as_text: bool) -> dict[str, Any]:
+    """A call with its arguments as the template wants them, a text or a mapping. What is no object
+    is shown as it is, in one."""
+    function = check(
+        check(call, path, Field(dict)).get("function"), f"{path}.function", Field(dict)
+    )
+    given = value = function.get("arguments") or {}
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(given) if isinstance(given, str) else given
+    value = {} if value is None else value if isinstance(value, dict) else {"arguments": given}
+    shown = json.dumps(value, ensure_ascii=False) if as_text else value
+    return call | {"function": function | {"arguments": shown}}
+
+
+def check_messages(messages: list[Any], model: Model) -> list[dict[str, Any]]:
     """Messages as templates expect them: text content, known roles, no nulls; 400 with the path.
 
     A `developer` message becomes a system message where the template does not know the role, and
@@ -731,11 +764,15 @@ def check_messages(messages: list[Any], template_text: str) -> list[dict[str, An
             raise bad(f"'{path}.content' is missing")
         kept = {k: v for k, v in message.items() if v is not None and v != []}
         kept["content"] = check_text(message.get("content"), f"{path}.content")
+        if "tool_calls" in kept:
+            calls = enumerate(check(kept["tool_calls"], f"{path}.tool_calls", Field(list)))
+            rows = [history_call(c, f"{path}.tool_calls[{j}]", model.wants_text) for j, c in calls]
+            kept["tool_calls"] = rows
         thoughts = [kept[name] for name in THOUGHT_NAMES if name in kept]
         if thoughts:  # gpt-oss templates say "thinking", the others "reasoning_content"
             thought = check(thoughts[0], f"{path}.reasoning_content", Field(str))
             kept = {"thinking": thought} | kept | {"reasoning_content": thought}
-        if role == "developer" and "developer" not in template_text:
+        if role == "developer" and "developer" not in model.template_text:
             kept["role"], merging = "system", True
         if merging and kept["role"] == "system" and out and out[0]["role"] == "system":
             out[0] = out[0] | {"content": f"{out[0]['content']}\n\n{kept['content']}"}
@@ -762,7 +799,7 @@ def render_chat(model: Model, fields: dict[str, Any]) -> tuple[str, bool]:
     goes on in it where the message itself holds or opens a thought.
     """
     given = check(fields.get("messages"), "messages", FIELDS["messages"])
-    messages, prefill = check_messages(given, model.template_text), dict[str, Any]()
+    messages, prefill = check_messages(given, model), dict[str, Any]()
     if [message["role"] for message in messages[-2:]] == ["assistant"] * 2:
         raise bad("'messages': there can be only one assistant message at the end")
     if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
@@ -771,6 +808,7 @@ def render_chat(model: Model, fields: dict[str, Any]) -> tuple[str, bool]:
         function = check(tool.get("function"), "tools[].function", Field(dict))
         check(function.get("name"), "tools[].function.name", Field(str, 1))
     opens, kwargs = fields.get("add_generation_prompt", True), template_kwargs(model, fields)
+    opens = opens or bool(prefill)  # llama-server's web UI sends false to have a message continued
     prompt = model.render(messages, fields.get("tools"), kwargs, opens)
     openings, close = model.think
     in_thought = prompt.rstrip().endswith(openings)
@@ -798,7 +836,9 @@ def prepare_chat(dialect: type, model: Model, body: dict[str, Any]) -> Task:
     prompt, in_thought = render_chat(model, fields)
     prompts = [(prompt, model.tokenize_prompt(prompt))]
     task = Task(dialect, model, fields, prompts, in_thought)
-    task.params["visible_ids"] = model.visible_ids
+    # With tools all control tokens are shown: which of them mark a call is the client's to find out
+    tools = fields.get("tools")
+    task.params["visible_ids"] = model.info.special_ids if tools else model.visible_ids
     task.watch = thought_watch(model, fields, in_thought)
     if fields.get("reasoning_format", model.args.reasoning_format) == "none":
         task.in_thought = None

@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 import os
+import re
 import shutil
 import sys
 
@@ -49,6 +50,7 @@ def with_template(model, text):
     """The same model with another template."""
     model = copy.copy(model)
     model.template_text, model.template = text, serve.compile_template(text)
+    model.tools_template = model.template
     return model
 
 
@@ -290,14 +292,88 @@ def test_the_template_is_the_nearest_one(tmp_path, config, jinja, override, expe
 
 
 @pytest.mark.parametrize("config", [None, {}, {"chat_template": None}, {"chat_template": []}])
-def test_a_model_without_a_template_gets_chatml_and_no_tools(tmp_path, config):
+def test_a_model_without_a_template_gets_chatml_which_shows_tools_as_json(tmp_path, config):
     model = model_in(directory_with(tmp_path, config))
     expected = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     assert model.render([user("x")], None, {}) == expected
     assert model.template_text == ""
-    with pytest.raises(ApiError, match="template") as caught:
-        model.render([user("x")], TOOLS, {})
+    shown = model.render([user("x")], TOOLS, {})
+    assert shown.endswith(expected) and json.dumps(TOOLS, ensure_ascii=False) in shown
+
+
+def test_a_template_named_for_tools_is_taken_with_tools_alone(tmp_path):
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    model = model_in(directory_with(tmp_path, {"chat_template": named}))
+    assert model.render([user("x")], None, {}) == model.render([user("x")], [], {}) == "D"
+    assert model.render([user("x")], TOOLS, {}) == "T"
+
+
+# ==== Calls in the history ========================================================================
+
+AS_JSON = "{{ call.function.arguments | tojson }}"
+AS_TEXT = "{{ '' + call.function.arguments }}"
+AS_PYTHON = "{{ call.function.arguments }}"
+AS_ITEMS = "{% for k, v in call.function.arguments | items %}<{{ k }}>{{ v }}{% endfor %}"
+EITHER = "{% if call.function.arguments is string %}" + AS_PYTHON + "{% else %}" + AS_JSON
+EITHER += "{% endif %}"
+OSLO = {"q": "Oslo é", "k": 2}
+
+
+def history_shown(tmp_path, form, arguments):
+    """What a template with this form shows of a call with these arguments."""
+    template = "{% for m in messages %}{% for call in m.tool_calls %}" + form
+    template += "{% endfor %}{% endfor %}"
+    model = model_in(directory_with(tmp_path, jinja=template))
+    function = {"name": "lookup"} | ({} if arguments is ... else {"arguments": arguments})
+    call = {"id": "c1", "type": "function", "function": function}
+    messages = [user("x"), {"role": "assistant", "tool_calls": [call]}]
+    messages.append({"role": "tool", "tool_call_id": "c1", "content": "ok"})
+    before = copy.deepcopy(messages)
+    text, _ = serve.render_chat(model, serve.checked({"messages": messages}))
+    assert messages == before
+    return text
+
+
+@pytest.mark.parametrize("form", [AS_JSON, AS_TEXT, AS_PYTHON, AS_ITEMS, EITHER])
+def test_case_24_arguments_in_history_are_what_the_template_wants(tmp_path, form):
+    written = json.dumps(OSLO, ensure_ascii=False)
+    shown = history_shown(tmp_path, form, OSLO)
+    assert shown == history_shown(tmp_path, form, written)
+    assert shown == history_shown(tmp_path, form, json.dumps(OSLO, indent=1))
+    assert shown == ("<q>Oslo é<k>2" if form == AS_ITEMS else written)
+    for broken in ("not json", "[1,2]", "{" * 5000, "5"):
+        assert broken in history_shown(tmp_path, form, broken)
+
+
+@pytest.mark.parametrize("form", [AS_JSON, AS_TEXT, AS_ITEMS])
+def test_case_25_empty_arguments_in_history_are_an_empty_object(tmp_path, form):
+    expected = "" if form == AS_ITEMS else "{}"
+    for nothing in ("", "{}", "null", None, ..., {}):
+        assert history_shown(tmp_path, form, nothing) == expected
+
+
+@pytest.mark.parametrize(
+    ("calls", "path"),
+    [
+        ("x", "messages[0].tool_calls"),
+        ([5], "messages[0].tool_calls[0]"),
+        ([{}], "messages[0].tool_calls[0].function"),
+        ([{"function": {}}, {"function": 5}], "messages[0].tool_calls[1].function"),
+    ],
+)
+def test_calls_that_are_none_are_a_400_with_their_place(tiny, calls, path):
+    messages = [{"role": "assistant", "tool_calls": calls}, user("x")]
+    with pytest.raises(ApiError, match=re.escape(f"'{path}'")) as caught:
+        serve.render_chat(tiny, serve.checked({"messages": messages}))
     assert caught.value.status == 400
+
+
+def test_a_message_is_continued_also_when_the_web_ui_of_llama_server_asks_for_it(tiny):
+    body = {"messages": [user("x"), assistant("Sure, ")]}
+    plain = serve.render_chat(tiny, serve.checked(body))
+    asked = body | {"continue_final_message": True, "add_generation_prompt": False}
+    assert serve.render_chat(tiny, serve.checked(asked)) == plain
+    assert plain[0].endswith("Sure, ")
 
 
 @pytest.mark.parametrize(
@@ -399,7 +475,6 @@ def test_whatever_a_template_raises_is_a_400(tiny, template):
         "{{ '{0.__class__.__mro__}'.format(1) }}",
         "{{ '{x.__class__.__mro__}'.format_map({'x': 1}) }}",
         "{{ (messages | map(attribute='__class__') | list)[0].__mro__ }}",
-        "{{ messages.append(1) }}",
         "{{ messages.clear() }}",
         "{{ messages[0].update({'role': 'x'}) }}",
         "{{ messages[0].pop('role') }}",
@@ -413,6 +488,14 @@ def test_whatever_a_template_raises_is_a_400(tiny, template):
 def test_a_way_out_of_the_sandbox_is_a_400(tiny, template):
     messages = [user("x")]
     refused(tiny, template, messages)
+    assert messages == [user("x")]
+
+
+def test_a_template_may_keep_a_list_of_its_own_and_does_not_change_what_the_client_sent(tiny):
+    messages = [user("x")]
+    template = "{% set q = namespace(ids=[]) %}{% set _ = q.ids.append(5) %}{{ q.ids.pop(0) }}"
+    assert with_template(tiny, template).render(messages, None, {}) == "5"
+    with_template(tiny, "{{ messages.append(1) }}").render(messages, None, {})
     assert messages == [user("x")]
 
 
