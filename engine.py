@@ -251,8 +251,7 @@ class FakeBackend(Backend):
     llguidance is installed but constrains nothing: the script is the script.
     """
 
-    EOS = 256
-    N_VOCAB = 65536
+    EOS, N_VOCAB = 256, 65536
 
     def __init__(self, args: Namespace, model_dir: str) -> None:
         """`args`: `fake_delay` seconds a step, `fake_script` a path or None, `cache_size`."""
@@ -488,7 +487,8 @@ class Exl3Backend:
         )
 
     def rebuild(self) -> None:
-        """A new generator over the loaded model and cache, after `close` of the old one."""
+        """A new generator over the loaded model and cache, after `close` of the old one. Raises
+        when it does not work either."""
         from exllamav3 import Generator
 
         old = getattr(self, "generator", None)
@@ -501,6 +501,11 @@ class Exl3Backend:
         options |= {"max_batch_size": self.n_slots, "max_chunk_size": self.args.chunk_size}
         options |= {"dynamic_draft_tokens": self.args.dynamic_draft, "tokenizer": self.tokenizer}
         self.generator = Generator(**self.parts | options | sizes)
+        if old is not None:  # one token shows whether it works
+            self.submit(Job(GenerationParams([self.info.eos_id or 0], max_tokens=1), print))
+            while self.generator.num_remaining_jobs():
+                if any(update.end is EndKind.FAILED for update in self.iterate()):
+                    raise RuntimeError("the new one makes no token")
 
     def submit(self, job: Job) -> None:
         import torch

@@ -39,10 +39,12 @@ import os
 import re
 import secrets
 import signal
+import socket
 import ssl
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -84,7 +86,7 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, type: str = "", **extra: Any) -> None:
         super().__init__(message)
         self.status, self.message, self.extra = status, message, extra
-        self.headers = [("Retry-After", "1")] if status == 503 else []
+        self.headers = extra.pop("headers", [("Retry-After", "1")] if status == 503 else [])
         self.type = type or ERROR_TYPES.get(status, "server_error")
 
     def body(self) -> dict[str, Any]:
@@ -1274,6 +1276,7 @@ class App:
         self.progress = 0.0  # of loading
         self.answers: set[Answer] = set()
         self.n_slow = 0  # requests in worker threads
+        self.told = 0.0  # the step that the log was told to hang
         self.pool = ThreadPoolExecutor(N_WORKERS, "worker")
         self.loop = asyncio.get_running_loop()
         self.done: asyncio.Future[str] = self.loop.create_future()  # why to stop; "" on a signal
@@ -1302,9 +1305,8 @@ class App:
                 raise ApiError(404, "File Not Found")
             if method not in methods:
                 allowed = ", ".join([*methods, "OPTIONS", *["HEAD"] * ("GET" in methods)])
-                error = ApiError(405, f"allowed here: {allowed}", ERROR_TYPES[400])
-                error.headers.append(("Allow", allowed))
-                raise error
+                told = [("Allow", allowed)]
+                raise ApiError(405, f"allowed here: {allowed}", ERROR_TYPES[400], headers=told)
             handler = methods[method]
             if file is None and not self.ready:
                 raise ApiError(503, "Loading model", progress=round(self.progress, 3))
@@ -1344,7 +1346,7 @@ class App:
             raise ApiError(401, "Invalid API Key")
 
     def common_headers(self, request: Request | None) -> list[tuple[str, str]]:
-        headers = [("Server", self.server_header)]
+        headers = [("Server", self.server_header), ("X-Request-Id", request_id(request))]
         origin = request.headers.get("origin") if request else None
         if origin is not None and self.origin_allowed(origin):
             headers += [("Access-Control-Allow-Origin", origin), ("Vary", "Origin")]
@@ -1388,7 +1390,7 @@ class App:
         except RecursionError:
             return self.error_response(bad("the request is nested too deeply"), request)
         except BaseException:  # ours, or a panic in Rust: 500 for this request, nothing for others
-            log.exception("%s %s failed", request.method, request.path)
+            log.exception("%s %s failed, id %s", request.method, request.path, request_id(request))
             return self.error_response(ApiError(500, "internal error"), request)
 
     def finish(self, exchange: Exchange, result: Task | Response | bool, slow: int = 0) -> None:
@@ -1411,12 +1413,25 @@ class App:
             if answer.stream and answer.exchange.last_write < silent:
                 answer.exchange.write(SSE_PING)
         self.loop.call_later(1.0, self.tick)
+        if self.ready and self.stuck_s() and self.engine.step_started != self.told:
+            self.told, frames = self.engine.step_started, sys._current_frames()
+            stack = "".join(traceback.format_stack(frames.get(self.engine.thread.ident or 0)))
+            log.error("the engine has been in one step for %.1f s:\n%s", self.stuck_s(), stack)
+            if self.args.on_step_timeout == "fatal":
+                self.engine.fatal = f"one step took more than {self.args.step_timeout:g} s"
+                self.stop(self.engine.fatal)
+
+    def stuck_s(self) -> float:
+        """How long the engine has been in one step, if that is longer than --step-timeout."""
+        took_s = self.engine.step_started and time.perf_counter() - self.engine.step_started
+        return took_s if 0 < self.args.step_timeout < took_s else 0.0
 
     def loaded(self, backend: eng.Backend, model: Model) -> None:
         version = backend.info.engine.get("version", "unknown")
         self.server_header = f"exl3-serve/{VERSION} exllamav3/{version}"
         self.model = model
         self.engine = eng.Engine(backend, self.args.parallel, self.loop, on_fatal=self.stop)
+        self.engine.max_recoveries = self.args.recovery_attempts
         self.ready = True
 
     def stop(self, reason: str = "") -> None:
@@ -1425,6 +1440,12 @@ class App:
             self.done.set_result(reason)
         elif not reason:
             os._exit(130)
+
+
+def request_id(request: Request | None) -> str:
+    """What the client calls its request, or a new name for it."""
+    headers = request.headers if request else {}
+    return headers.setdefault("x-request-id", secrets.token_hex(8))[:100]
 
 
 Handler = Callable[[App, Any], Any]  # given a POST's JSON, or the query of a GET
@@ -1443,8 +1464,7 @@ def is_loopback(host: str) -> bool:
 
 
 def get_health(app: App, body: dict[str, Any]) -> Any:
-    stuck_s = app.engine.step_started and time.perf_counter() - app.engine.step_started
-    if 0 < app.args.step_timeout < stuck_s:
+    if stuck_s := app.stuck_s():
         raise ApiError(503, f"the engine has been in one step for {stuck_s:.0f} s")
     return {"status": "ok"}
 
@@ -1585,8 +1605,7 @@ def piece_of(data: bytes) -> str | list[int]:
 
 
 def post_detokenize(app: App, body: dict[str, Any]) -> Any:
-    model = app.model
-    tokens = check(body.get("tokens", []), "tokens", Field(list))
+    model, tokens = app.model, check(body.get("tokens", []), "tokens", Field(list))
     return {"content": model.backend.decode(check_ids(tokens, "tokens", model.info.n_vocab))}
 
 
@@ -1633,6 +1652,9 @@ OPEN_ROUTES = ("/health", "/v1/health", "/models", "/v1/models", "/")
 # ==== Options and main ============================================================================
 
 
+REPORT = {"default": "report", "choices": ("report", "fatal")}
+EXIT = {"default": "exit", "choices": ("exit", "restart") if hasattr(os, "fork") else ("exit",)}
+SOCKETS = "EXL3_SERVE_SOCKETS"  # environment: numbers of the listening sockets after a restart
 FLAG: dict[str, Any] = {"action": "store_true"}
 ON_OFF = {"action": argparse.BooleanOptionalAction, "default": True}
 # What llama-server takes for it in the environment
@@ -1685,6 +1707,9 @@ OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--sse-ping-interval", "LLAMA_ARG_SSE_PING_INTERVAL", PING, "seconds of silence in a stream"),
     ("--drain-seconds", "", FLOAT | {"default": 5.0}, "time for running requests on a signal"),
     ("--step-timeout", "", FLOAT | {"default": 0.0}, "seconds a step may take for /health; 0: off"),
+    ("--on-step-timeout", "", REPORT, "beyond that: report in /health and the log, or end"),
+    ("--recovery-attempts", "", INT | {"default": 3}, "restarts of a failed generator in 60 s"),
+    ("--on-fatal", "", EXIT, "restart: the process anew, with the same listening sockets"),
     ("--fake", "", FLAG, "no model: a scripted engine for trying clients"),
     ("--fake-delay", "", FLOAT | {"default": 0.0}, "seconds a step of the fake engine takes"),
     ("--fake-script", "", STR, "JSON list of pieces that the fake engine says"),
@@ -1789,7 +1814,8 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     if not args.fake and not Path(args.model_dir, "config.json").is_file():
         raise OSError(f"cannot load the model: there is no config.json in {args.model_dir}")
     tls, keys = tls_context(args) if args.ssl_cert_file else None, read_keys(args)
-    sockets = bind(args.host or "127.0.0.1", args.port)
+    sockets = [socket.socket(fileno=int(n)) for n in os.environ.pop(SOCKETS, "").split()]
+    sockets = sockets or bind(args.host or "127.0.0.1", args.port)
     urls = [url_of(sock, "https" if tls else "http") for sock in sockets]
     local = all(url[:5] == "unix:" or is_loopback(url.partition("://")[2]) for url in urls)
     app = App(args, keys, local)
@@ -1801,8 +1827,7 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
         n_files = min(Limits.connections + SPARE_FILES, hard if hard > 0 else 10**9)
         resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, hard))
     t, n = args.timeout, max(SPARE_FILES, n_files - SPARE_FILES)
-    limits = Limits(header_timeout=t, body_timeout=t, write_timeout=t, connections=n)
-    server = Server(app, limits)
+    server = Server(app, Limits(header_timeout=t, body_timeout=t, write_timeout=t, connections=n))
     await server.serve(sockets, tls)
     for name in (signal.SIGINT, signal.SIGTERM):  # not add_signal_handler: Windows has none
         signal.signal(name, lambda *_: app.loop.call_soon_threadsafe(app.stop))
@@ -1814,6 +1839,9 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     failure = await app.done
     if failure:
         log.error("%s", failure)
+    if app.ready and app.engine.fatal and args.on_fatal == "restart":
+        await server.wait_idle(0.5)  # for the errors that requests have got
+        restart(sockets)
     server.stop_accepting()
     await server.wait_idle(0 if failure else args.drain_seconds)
     for answer in list(app.answers):
@@ -1824,6 +1852,14 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
         app.engine.close()
         return 70 if app.engine.fatal else 0  # sysexits.h EX_SOFTWARE
     return 1 if failure else 0
+
+
+def restart(sockets: list[socket.socket]) -> None:
+    """This process anew, with its listening sockets: clients wait in them while it loads."""
+    for sock in sockets:
+        sock.set_inheritable(True)
+    os.environ[SOCKETS] = " ".join(str(sock.fileno()) for sock in sockets)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def url_of(sock: Any, scheme: str) -> str:
