@@ -503,9 +503,9 @@ class Exl3Backend:
         self.generator = Generator(**self.parts | options | sizes)
         if old is not None:  # one token shows whether it works
             self.submit(Job(GenerationParams([self.info.eos_id or 0], max_tokens=1), print))
-            while self.generator.num_remaining_jobs():
-                if any(update.end is EndKind.FAILED for update in self.iterate()):
-                    raise RuntimeError("the new one makes no token")
+            steps = iter(self.generator.num_remaining_jobs, 0)  # until none is left
+            if any(update.end is EndKind.FAILED for _ in steps for update in self.iterate()):
+                raise RuntimeError("the new one makes no token")
 
     def submit(self, job: Job) -> None:
         import torch

@@ -509,12 +509,14 @@ class ThoughtSplitter:
 class Pipeline:
     """One choice's text: the thought is split off, then stop strings are looked for."""
 
-    def __init__(self, split: ThoughtSplitter | None, stops: tuple[str, ...]) -> None:
-        self.split, self.stop = split, Scanner(stops)
+    def __init__(self, split: ThoughtSplitter | None, stops: tuple[str, ...], lead="") -> None:
+        self.split, self.stop, self.lead = split, Scanner(stops), lead
         self.stopped = ""  # the stop string that ended the text
 
     def feed(self, text: str, ids: Sequence[int]) -> list[Delta]:
-        """The deltas of one piece; after `stopped` is set there are no more."""
+        """The deltas of one piece, the first with what the answer begins with; after `stopped` is
+        set there are no more."""
+        text, self.lead = self.lead + text, ""
         if self.split is None or self.split.done:
             return self._answer(text, ids) if text else []
         return self._deltas(self.split.feed(text, ids))
@@ -615,6 +617,7 @@ class Task:
         self.grammars = compiled(model, fields, in_thought is True, n_choices)  # one per choice
         self.in_thought = in_thought
         self.watch: Any = None  # makes one per choice
+        self.lead = ""  # what an answer begins with, before anything was generated
 
     def flag(self, name: str) -> bool:
         return self.fields.get(name, False)
@@ -843,7 +846,9 @@ def prepare_chat(dialect: type, model: Model, body: dict[str, Any]) -> Task:
     task.params["visible_ids"] = model.info.special_ids if tools else model.visible_ids
     task.watch = thought_watch(model, fields, in_thought)
     if fields.get("reasoning_format", model.args.reasoning_format) == "none":
-        task.in_thought = None
+        # The tag that the template has written is a part of the content, too
+        tags = [tag for tag in model.think.openings if prompt.rstrip().endswith(tag)]
+        task.in_thought, task.lead = None, prompt[prompt.rindex(tags[0]) :] if tags else ""
     return task
 
 
@@ -917,7 +922,7 @@ class Choice:
         split = None
         if task.in_thought is not None:
             split = ThoughtSplitter(model.think, model.think_ids, task.in_thought)
-        self.pipeline = Pipeline(split, task.stops)
+        self.pipeline = Pipeline(split, task.stops, task.lead)
         self.watch = params.watch = task.watch() if task.watch else None
         self.job = eng.Job(params, partial(listener, self), task)
         self.last = eng.Update(self.job, progress=0)  # the newest figures
@@ -1257,10 +1262,6 @@ class Answer:
 JSON_HEADERS = [("Content-Type", "application/json; charset=utf-8")]
 
 
-def json_response(status: int, value: Any) -> Response:
-    return Response(status, dumps(value), JSON_HEADERS)
-
-
 # ==== Routes ======================================================================================
 
 
@@ -1304,9 +1305,8 @@ class App:
             if methods is None:
                 raise ApiError(404, "File Not Found")
             if method not in methods:
-                allowed = ", ".join([*methods, "OPTIONS", *["HEAD"] * ("GET" in methods)])
-                told = [("Allow", allowed)]
-                raise ApiError(405, f"allowed here: {allowed}", ERROR_TYPES[400], headers=told)
+                usable = ", ".join([*methods, "OPTIONS", *["HEAD"] * ("GET" in methods)])
+                raise ApiError(405, f"use {usable}", ERROR_TYPES[400], headers=[("Allow", usable)])
             handler = methods[method]
             if file is None and not self.ready:
                 raise ApiError(503, "Loading model", progress=round(self.progress, 3))
@@ -1384,7 +1384,9 @@ class App:
             kind = list if handler is post_lora_adapters else dict
             fields = loads(body, kind) if request.method == "POST" else request.query
             result = handler(self, fields)
-            return result if isinstance(result, (Task, Response)) else json_response(200, result)
+            if isinstance(result, (Task, Response)):
+                return result
+            return Response(200, dumps(result), JSON_HEADERS)
         except ApiError as error:
             return self.error_response(error, request)
         except RecursionError:
@@ -1805,7 +1807,6 @@ def load_model(app: App, args: argparse.Namespace, argv: list[str]) -> None:
         app.loop.call_soon_threadsafe(app.loaded, backend, model)
     except BaseException as exc:  # anything: the operator gets one line, the process ends
         line = f"{type(exc).__name__}: {next(iter(str(exc).strip().splitlines()), '')}"
-        log.debug("loading failed", exc_info=exc)
         app.loop.call_soon_threadsafe(app.stop, f"cannot load the model: {line}")
 
 
@@ -1836,8 +1837,7 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
         log.warning("no --api-key: anyone who reaches this address can use the model")
     threading.Thread(target=load_model, args=(app, args, argv), daemon=True).start()
     app.tick()
-    failure = await app.done
-    if failure:
+    if failure := await app.done:
         log.error("%s", failure)
     if app.ready and app.engine.fatal and args.on_fatal == "restart":
         await server.wait_idle(0.5)  # for the errors that requests have got

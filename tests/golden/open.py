@@ -29,11 +29,4 @@ OPEN: list[Difference] = [
     *missing("no tools", "tools/required* tools/one-call-only* tools/parallel* tools/auto"),
     *missing("no tools", "tools/thought-then-call* tools/auto+stream tools/named*"),
     *missing("a grammar together with tools is taken", "tools/with-grammar"),
-    # --- faults, small ones ---
-    *missing("a last message with tool calls is answered", "tools/continue-a-call"),
-    *missing(
-        "reasoning_format none leaves out the tag that the prompt ends in",
-        "reasoning/none reasoning/none+stream",
-        "*.content",
-    ),
 ]
