@@ -146,7 +146,7 @@ FIELD_ROWS = (
     (Field(EFFORTS), "reasoning_effort"),
     (Field(REASONING_FORMATS), "reasoning_format"),
     (Field(bool), "stream timings_per_token return_progress return_tokens ignore_eos"),
-    (Field(bool), "cache_prompt add_generation_prompt reasoning_control"),
+    (Field(bool), "cache_prompt add_generation_prompt reasoning_control echo"),
     (Field(dict), "stream_options chat_template_kwargs response_format json_schema"),
     (Field(list, 0, MAX_STOPS, str), "samplers banned_strings response_fields"),
     (Field(list, 0, 8, str), "dry_sequence_breakers"),  # each is looked for in the vocabulary
@@ -154,7 +154,7 @@ FIELD_ROWS = (
     (Field(list, 0, 0), "lora"),  # there are no adapters
     (Field(list, 1, MAX_MESSAGES), "messages"),
     (Field(str, 0, MAX_TEXT_CHARS), "input_prefix input_suffix"),
-    (Field(str, 0, MAX_GRAMMAR_CHARS), "grammar"),
+    (Field(str, 0, MAX_GRAMMAR_CHARS), "grammar lark"),
     (Field(str, 0, MAX_STOP_CHARS), "reasoning_budget_message"),
     (Field(int, 1, MAX_CHOICES), "n n_cmpl"),
     (Field(int, -1), "n_predict max_tokens max_completion_tokens t_max_predict_ms"),
@@ -509,14 +509,12 @@ class ThoughtSplitter:
 class Pipeline:
     """One choice's text: the thought is split off, then stop strings are looked for."""
 
-    def __init__(self, split: ThoughtSplitter | None, stops: tuple[str, ...], lead="") -> None:
-        self.split, self.stop, self.lead = split, Scanner(stops), lead
+    def __init__(self, split: ThoughtSplitter | None, stops: tuple[str, ...]) -> None:
+        self.split, self.stop = split, Scanner(stops)
         self.stopped = ""  # the stop string that ended the text
 
     def feed(self, text: str, ids: Sequence[int]) -> list[Delta]:
-        """The deltas of one piece, the first with what the answer begins with; after `stopped` is
-        set there are no more."""
-        text, self.lead = self.lead + text, ""
+        """The deltas of one piece; after `stopped` is set there are no more."""
         if self.split is None or self.split.done:
             return self._answer(text, ids) if text else []
         return self._deltas(self.split.feed(text, ids))
@@ -640,15 +638,17 @@ def compiled(model: Model, fields: dict[str, Any], in_thought: bool, n: int) -> 
 
 def parse_constraint(fields: dict[str, Any]) -> tuple[str, str] | None:
     """(kind, source) of a grammar or schema; 400 when it is not one."""
-    grammar, schema, name = fields.get("grammar"), fields.get("json_schema"), "json_schema"
+    given = ("gbnf", fields.get("grammar")), ("lark", fields.get("lark"))
+    grammars, name = [(kind, text) for kind, text in given if text], "json_schema"
+    schema = fields.get("json_schema")
     form = fields.get("response_format", {"type": "text"})
     kind = check(form.get("type"), "response_format.type", Field(FORMATS))
-    if (kind != "text") + (schema is not None) + bool(grammar) > 1:
-        raise bad("only one of 'grammar', 'json_schema' and 'response_format' can be given")
+    if (kind != "text") + (schema is not None) + len(grammars) > 1:
+        raise bad("only one of 'grammar', 'lark', 'json_schema', 'response_format' can be given")
     if kind != "text":
         name, schema = "response_format.schema", form.get("schema", {"type": "object"})
     elif schema is None:
-        return ("gbnf", grammar) if grammar else None
+        return grammars[0] if grammars else None
     if kind == "json_schema":
         schema = check(form.get("json_schema") or form, name, Field(dict)).get("schema")
     text = dumps(check(schema, name, Field(dict))).decode()
@@ -922,7 +922,10 @@ class Choice:
         split = None
         if task.in_thought is not None:
             split = ThoughtSplitter(model.think, model.think_ids, task.in_thought)
-        self.pipeline = Pipeline(split, task.stops, task.lead)
+        self.pipeline = Pipeline(split, task.stops)
+        self.lead = task.lead  # goes in front of the first delta; no stop is looked for in it
+        if task.flag("echo") and task.dialect is TextDialect:
+            self.lead = self.prompt if isinstance(self.prompt, str) else model.backend.decode(ids)
         self.watch = params.watch = task.watch() if task.watch else None
         self.job = eng.Job(params, partial(listener, self), task)
         self.last = eng.Update(self.job, progress=0)  # the newest figures
@@ -1243,6 +1246,8 @@ class Answer:
         choice.n_decoded = piece.n_decoded
         if piece.probs or choice.waiting:
             choice.take_probs(piece, deltas)
+        if choice.lead and deltas:
+            deltas, choice.lead = [("content", choice.lead), *deltas], ""
         if self.keeps:
             choice.deltas += deltas
             choice.tokens += piece.ids
@@ -1419,9 +1424,6 @@ class App:
             self.told, frames = self.engine.step_started, sys._current_frames()
             stack = "".join(traceback.format_stack(frames.get(self.engine.thread.ident or 0)))
             log.error("the engine has been in one step for %.1f s:\n%s", self.stuck_s(), stack)
-            if self.args.on_step_timeout == "fatal":
-                self.engine.fatal = f"one step took more than {self.args.step_timeout:g} s"
-                self.stop(self.engine.fatal)
 
     def stuck_s(self) -> float:
         """How long the engine has been in one step, if that is longer than --step-timeout."""
@@ -1452,7 +1454,7 @@ def request_id(request: Request | None) -> str:
 
 Handler = Callable[[App, Any], Any]  # given a POST's JSON, or the query of a GET
 # Bodies that mention one of these, or spell a name with escapes, may take long to prepare
-SLOW_WORDS = (b'"grammar"', b'"json_schema"', b'"response_format"', b'"tools"', b"\\u00")
+SLOW_WORDS = (b'"grammar"', b'"lark"', b'"json_schema"', b'"response_format"', b'"tools"', b"\\u00")
 
 
 def bare_host(host: str) -> str:
@@ -1654,7 +1656,6 @@ OPEN_ROUTES = ("/health", "/v1/health", "/models", "/v1/models", "/")
 # ==== Options and main ============================================================================
 
 
-REPORT = {"default": "report", "choices": ("report", "fatal")}
 EXIT = {"default": "exit", "choices": ("exit", "restart") if hasattr(os, "fork") else ("exit",)}
 SOCKETS = "EXL3_SERVE_SOCKETS"  # environment: numbers of the listening sockets after a restart
 FLAG: dict[str, Any] = {"action": "store_true"}
@@ -1708,8 +1709,7 @@ OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--dyn-draft", "", FLAG | {"dest": "dynamic_draft"}, "adapt the draft length"),
     ("--sse-ping-interval", "LLAMA_ARG_SSE_PING_INTERVAL", PING, "seconds of silence in a stream"),
     ("--drain-seconds", "", FLOAT | {"default": 5.0}, "time for running requests on a signal"),
-    ("--step-timeout", "", FLOAT | {"default": 0.0}, "seconds a step may take for /health; 0: off"),
-    ("--on-step-timeout", "", REPORT, "beyond that: report in /health and the log, or end"),
+    ("--step-timeout", "", FLOAT | {"default": 0.0}, "seconds a step may take; 0: no limit"),
     ("--recovery-attempts", "", INT | {"default": 3}, "restarts of a failed generator in 60 s"),
     ("--on-fatal", "", EXIT, "restart: the process anew, with the same listening sockets"),
     ("--fake", "", FLAG, "no model: a scripted engine for trying clients"),

@@ -691,3 +691,11 @@ def test_metrics_are_the_engines_figures_of_all_that_ended(own_server):
     assert 0 <= evaluated <= n_tokens(server, words(900, 2))  # of the one that left
     n = float(found["llamacpp:tokens_predicted_total"])
     assert 18 <= n < 900 and float(found["llamacpp:n_decode_total"]) >= n
+
+
+def test_a_lark_grammar_is_obeyed(server):
+    body = {"prompt": "Say", "lark": 'start: "yes" | "no"', "n_predict": 20}
+    for seed in range(4):
+        assert server.ok("/completion", body | {"seed": seed})["content"] in ("yes", "no")
+    server.refused("/completion", body | {"lark": "start: ("}, "grammar")
+    server.refused("/completion", body | {"grammar": 'root ::= "a"'}, "only one of")

@@ -5,6 +5,8 @@ Every answer is asked for with and without stream, by `Server.chat` and `Server.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tiny_model
 from server_process import HI
@@ -87,7 +89,7 @@ def test_without_a_split_a_stop_string_stops_the_thought_too(fake_server):
     """Design, section 4: with reasoning_format none and on /completion stops apply to all."""
     server = fake_server(["The Question: is easy", "</think>", "4"], think=True)
     reply = server.chat(stop=["Question:"], reasoning_format="none")
-    assert reply.said == ("The ", "", "stop")
+    assert reply.said == ("<think>\nThe ", "", "stop")
     assert server.completion(prompt="x", stop=["Question:"])["content"] == "The "
 
 
@@ -211,3 +213,28 @@ def test_a_prefill_works_with_a_template_that_knows_no_thoughts(fake_server):
     prompt = server.rendered(messages=[*HI, SURE])
     assert prompt.endswith("<|im_start|>assistant\nSure, ")
     assert server.chat(messages=[*HI, SURE]).content == "x"
+
+
+# ---- What stands in front of an answer -----------------------------------------------------------
+
+
+def test_without_a_split_the_tag_that_the_template_wrote_is_a_part_of_the_content(fake_server):
+    server = fake_server(["I think", "</think>", "Hi"], think=True)
+    reply = server.chat(reasoning_format="none")
+    assert reply.content == "<think>\nI think</think>Hi" and not reply.reasoning
+    assert server.chat(reasoning_format="none", stop=["\n", "<"]).content == "<think>\nI think"
+    assert server.chat().content == "Hi"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_puts_the_prompt_in_front_of_each_text(fake_server, stream):
+    server = fake_server(["x", "y", " z"])
+    body = {"prompt": ["Pre", [80, 114]], "echo": True, "stop": ["P", " z"], "max_tokens": 9}
+    if stream:
+        events = [json.loads(e) for e in server.stream("/v1/completions", body)[:-1]]
+        rows = [row for event in events for row in event["choices"]]
+    else:
+        rows = server.ok("/v1/completions", body)["choices"]
+    for index, text in enumerate(("Prexy", "Prxy")):
+        assert "".join(row["text"] for row in rows if row["index"] == index) == text
+    assert server.completion(prompt="Pre", echo=True)["content"] == "xy z"
