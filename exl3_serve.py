@@ -1714,7 +1714,7 @@ OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("--on-fatal", "", EXIT, "restart: the process anew, with the same listening sockets"),
     ("--fake", "", FLAG, "no model: a scripted engine for trying clients"),
     ("--fake-delay", "", FLOAT | {"default": 0.0}, "seconds a step of the fake engine takes"),
-    ("--fake-script", "", STR, "JSON list of pieces that the fake engine says"),
+    ("--fake-script", "", STR, "file with a JSON list of pieces to say"),
 )
 
 
