@@ -419,7 +419,8 @@ def make_sampler(params: GenerationParams, tokenizer: Any) -> Any:
         "top_k": s.SS_TopK(o["top_k"]),
         "top_p": s.SS_TopP(o["top_p"]),
         "min_p": s.SS_MinP(o["min_p"]),
-        "xtc": s.SS_XTC(o["xtc_probability"], o["xtc_threshold"], []),
+        # it divides by the threshold
+        "xtc": s.SS_XTC(o["xtc_probability"], max(o["xtc_threshold"], 1e-6), []),
         "temperature": s.SS_Temperature(o["temperature"]),
     }
     stack += [others[name] for name in o["samplers"] if name in others]
@@ -438,6 +439,11 @@ GENERATOR_GIB_OPTIONS = "cpu_cache_size disk_cache_size recurrent_cache_size".sp
 ENDS_OF_CODE = ("<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>")
 
 Progress = Callable[[int, int], Any]  # modules loaded, modules in all
+
+
+def without_surrogates(text: str) -> str:
+    """JSON may hold halves of a pair, tokenizers take none."""
+    return text.encode("utf-8", "replace").decode()
 
 
 class Exl3Backend:
@@ -500,10 +506,6 @@ class Exl3Backend:
         options |= {"max_batch_size": self.n_slots, "max_chunk_size": self.args.chunk_size}
         options |= {"dynamic_draft_tokens": self.args.dynamic_draft, "tokenizer": self.tokenizer}
         self.generator = Generator(**self.parts | options | sizes)
-        if old is not None:  # one token shows whether it works; it raises if not
-            self.submit(Job(GenerationParams([self.info.eos_id or 0], max_tokens=1), print))
-            while self.generator.num_remaining_jobs():
-                self.iterate()
 
     def submit(self, job: Job) -> None:
         import torch
@@ -525,7 +527,7 @@ class Exl3Backend:
             return_probs=p.n_probs >= 0,
             filters=[p.grammar] if p.grammar else [],
             identifier=job,
-            banned_strings=p.banned_strings,
+            banned_strings=list(map(without_surrogates, p.banned_strings)),
         )
         self.generator.enqueue(job.handle)
 
@@ -605,7 +607,7 @@ class Exl3Backend:
         return self.generator.num_remaining_jobs() or int(self.generator.has_idle_work())
 
     def inject(self, job: Job, text: str) -> None:
-        job.handle.constrain_output_now(text)
+        job.handle.constrain_output_now(without_surrogates(text))
 
     def close(self) -> None:
         self.generator.close()
@@ -1053,7 +1055,6 @@ class Engine:
             self.backend.rebuild()
         except Exception as again:  # out of memory, a dead CUDA context: nothing is left to try
             self.fatal = f"the generator cannot be restarted: {again}"
-            log.critical("fatal: %s", self.fatal)
             self._loop.call_soon_threadsafe(self._on_fatal, self.fatal)
 
 

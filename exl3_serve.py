@@ -123,7 +123,7 @@ def loads(body: bytes | bytearray, kind: type = dict) -> Any:
 
 # ==== Checks: one field, one row ==================================================================
 
-INF, MAX_NUMBER = math.inf, 1e300
+INF, MAX_NUMBER = math.inf, 1e30  # what a 32-bit float can hold, and products of it
 TYPE_NAMES = {bool: "a boolean", int: "an integer", float: "a number", str: "a string"}
 TYPE_NAMES |= {list: "an array", dict: "an object"}
 
@@ -172,6 +172,8 @@ FIELD_ROWS = (
     (Field(float, -100, 100), "presence_penalty frequency_penalty"),
 )
 FIELDS = {name: rule for rule, names in FIELD_ROWS for name in names.split()}
+# What is needed once a request runs; the rest may be large
+FIELDS_KEPT = FIELDS.keys() - {"messages", "tools", "input_extra"} | {"stop"}
 
 # Samplers that exllamav3 lacks: accepted at the value that turns them off, else 400
 ABSENT_SAMPLERS = {"mirostat": 0, "typical_p": 1.0, "top_n_sigma": -1.0, "dynatemp_range": 0.0}
@@ -196,7 +198,7 @@ def check(value: Any, name: str, rule: Field) -> Any:
         raise bad(f"'{name}': {what}{size} is outside {rule.low} .. {rule.high}")
     if isinstance(value, list) and not all(isinstance(item, rule.item) for item in value):
         raise bad(f"'{name}' must hold nothing but {TYPE_NAMES[rule.item][2:].strip()}s")
-    return value
+    return float(value) if rule.kind is float else value  # exllamav3 takes no integer beyond 64 bit
 
 
 def checked(body: dict[str, Any]) -> dict[str, Any]:
@@ -360,7 +362,7 @@ class Model:
 
     def tokenize(self, text: str, special: bool = True, name: str = "prompt") -> list[int]:
         check(text, name, Field(str, 0, MAX_TEXT_CHARS))
-        return self.backend.encode(text.encode("utf-8", "replace").decode(), special)
+        return self.backend.encode(eng.without_surrogates(text), special)
 
     def render(self, messages: list[Any], tools: Any, extra: dict[str, Any], opens=True) -> str:
         """The prompt's text; the template's own complaint is a 400 with its message."""
@@ -602,7 +604,8 @@ class Task:
         self, dialect: Any, model: Model, fields: dict[str, Any], prompts: list, in_thought=None
     ) -> None:
         """Raises a 400 also when the context cannot hold a prompt."""
-        self.dialect, self.fields, self.prompts = dialect, fields, prompts
+        self.dialect, self.prompts = dialect, prompts
+        self.fields = {key: value for key, value in fields.items() if key in FIELDS_KEPT}
         self.n = fields.get("n_cmpl", fields.get("n", 1))  # choices per prompt
         n_choices = check(self.n * len(prompts), "n", Field(int, 1, MAX_CHOICES))
         n_ids, n_ctx = max(len(ids) for _, ids in prompts), model.info.n_ctx
@@ -761,7 +764,7 @@ def check_messages(messages: list[Any], model: Model) -> list[dict[str, Any]]:
     A `developer` message becomes a system message where the template does not know the role, and
     is joined with the system message that is there.
     """
-    out, merging = list[dict[str, Any]](), False
+    out, merged, merging = list[dict[str, Any]](), list[str](), False
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
         role = check(check(message, path, Field(dict)).get("role"), f"{path}.role", Field(ROLES))
@@ -780,9 +783,11 @@ def check_messages(messages: list[Any], model: Model) -> list[dict[str, Any]]:
         if role == "developer" and "developer" not in model.template_text:
             kept["role"], merging = "system", True
         if merging and kept["role"] == "system" and out and out[0]["role"] == "system":
-            out[0] = out[0] | {"content": f"{out[0]['content']}\n\n{kept['content']}"}
+            merged.append(kept["content"])
         else:
             out.append(kept)
+    if merged:
+        out[0] = out[0] | {"content": "\n\n".join([out[0]["content"], *merged])}
     return out
 
 
@@ -1293,7 +1298,7 @@ class App:
     def on_head(self, request: Request) -> Response | None:
         """Refuses what needs no body to be refused."""
         path, prefix = re.sub("/{2,}", "/", request.path), self.args.api_prefix
-        path = path[len(prefix) :].rstrip("/") or "/" if path.startswith(prefix) else ""
+        path = path[len(prefix) :].rstrip("/") or "/" if f"{path}/".startswith(f"{prefix}/") else ""
         path = re.sub("^/slots/[^/]+$", "/slots/{id}", path)
         try:
             self.check_host(request)
@@ -1433,10 +1438,9 @@ class App:
     def loaded(self, backend: eng.Backend, model: Model) -> None:
         version = backend.info.engine.get("version", "unknown")
         self.server_header = f"exl3-serve/{VERSION} exllamav3/{version}"
-        self.model = model
         self.engine = eng.Engine(backend, self.args.parallel, self.loop, on_fatal=self.stop)
         self.engine.max_recoveries = self.args.recovery_attempts
-        self.ready = True
+        self.model, self.ready = model, True
 
     def stop(self, reason: str = "") -> None:
         """Begins the end: a signal, a failed load or a dead engine. A second signal is at once."""
@@ -1449,7 +1453,7 @@ class App:
 def request_id(request: Request | None) -> str:
     """What the client calls its request, or a new name for it."""
     headers = request.headers if request else {}
-    return headers.setdefault("x-request-id", secrets.token_hex(8))[:100]
+    return headers.setdefault("x-request-id", secrets.token_hex(8))[:100].strip()
 
 
 Handler = Callable[[App, Any], Any]  # given a POST's JSON, or the query of a GET
@@ -1570,8 +1574,8 @@ def file_under(folder: str | None, path: str) -> Path | None:
     out of it; of a directory its index.html."""
     if not folder or not path or re.search(r"/\.|\0", path):
         return None
-    root = Path(folder).resolve()
-    files = [(root / f".{path}{index}").resolve() for index in ("", "/index.html")]
+    root = Path(os.path.realpath(folder))  # resolve() raises where links go in a circle
+    files = [Path(os.path.realpath(f"{root}{path}{index}")) for index in ("", "/index.html")]
     return next((f for f in files if f.is_relative_to(root) and os.path.isfile(f)), None)
 
 
@@ -1766,7 +1770,7 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if args.config:
         argv = as_argv(parser, read_config(parser, args.config)) + argv
         args = parser.parse_args(argv)
-    if args.parallel < 1 or args.max_tokens_cap < 0 or args.timeout <= 0:
+    if args.parallel < 1 or args.max_tokens_cap < 0 or not args.timeout > 0:
         parser.error("--parallel must be 1 or more, --max-tokens-cap not below 0, --timeout above")
     if args.path and not Path(args.path).is_dir():
         parser.error(f"--path {args.path} is no directory")

@@ -699,3 +699,36 @@ def test_a_lark_grammar_is_obeyed(server):
         assert server.ok("/completion", body | {"seed": seed})["content"] in ("yes", "no")
     server.refused("/completion", body | {"lark": "start: ("}, "grammar")
     server.refused("/completion", body | {"grammar": 'root ::= "a"'}, "only one of")
+
+
+# ---- What once made the generator fail -----------------------------------------------------------
+
+EDGES = [
+    {"xtc_probability": 1, "xtc_threshold": 1e-320},
+    {"xtc_probability": 1, "xtc_threshold": 0},
+    {"temperature": 2**64, "samplers": ["temperature", "xtc"], "xtc_probability": 0.5},
+    {"temperature": 1e30, "top_k": 5, "samplers": ["temperature", "top_k", "temperature"]},
+    {"repeat_penalty": 10**29, "prompt": "abababab"},
+    {"dry_multiplier": 10**29, "dry_base": 10**29, "prompt": "abababab"},
+    {"presence_penalty": 100, "frequency_penalty": -100, "adaptive_target": 1, "min_p": 1},
+    {"banned_strings": ["\ud800", "a"]},
+]
+
+
+@pytest.mark.parametrize("body", EDGES, ids=str)
+def test_settings_at_the_edge_do_not_make_the_generator_fail(server, body):
+    before = server.ok("/tokenize", {"content": "x"})
+    server.ok("/completion", {"prompt": "a", "n_predict": 4, "ignore_eos": True} | body)
+    assert "the generator failed" not in server.log() and before
+
+
+def test_a_budget_message_of_half_a_character_is_said_as_far_as_it_can_be(server):
+    message = {"reasoning_budget": 0, "reasoning_budget_message": "so\ud800"}
+    reply = server.chat(**THINKS, max_tokens=20, **message)
+    assert reply.reasoning == "so?" and reply.content
+
+
+@pytest.mark.parametrize("field", ["temperature", "repeat_penalty", "dry_base", "dry_multiplier"])
+def test_a_setting_beyond_what_the_engine_can_hold_is_a_400(server, field):
+    server.refused("/completion", {"prompt": "a", field: 1e31}, field)
+    server.refused("/completion", {"prompt": "a", field: 10**400}, field)

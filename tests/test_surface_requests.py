@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from server_process import HI, THINK_TEMPLATE, http_request, in_threads
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import exl3_serve as serve
 
 CHAT = "/v1/chat/completions"
 TEXT_TEMPLATE = tiny_model.CHAT_TEMPLATE  # takes strings and parts
@@ -594,3 +601,22 @@ def test_what_would_cost_minutes_or_gigabytes_is_refused_before_the_work(fake_se
     message = answer["error"]["message"]
     assert status == 400 and " is outside " in message and f"'{field}" in message
     server.assert_alive()
+
+
+def test_thousands_of_developer_messages_are_joined_in_no_time(fake_server):
+    """They were joined one by one, each time with a copy of all before: 22 s for these."""
+    server = fake_server(["x"])
+    messages = [{"role": "system", "content": "S"}]
+    messages += [{"role": "developer", "content": f"{i} " + "d" * 2000} for i in range(5000)]
+    prompt = server.ok("/apply-template", {"messages": messages})["prompt"]
+    assert prompt.startswith("<|im_start|>system\nS\n\n0 ddd") and "\n\n4999 ddd" in prompt
+    assert prompt.count("<|im_start|>system") == 1
+
+
+def test_what_a_running_request_needs_no_more_is_not_kept():
+    fields = {"stream": True, "messages": [1], "tools": [1], "junk": "x" * 100, "stop": ["a"]}
+    info = SimpleNamespace(n_ctx=10, n_vocab=5)
+    args = SimpleNamespace(max_tokens_cap=0, seed=-1)
+    model = SimpleNamespace(info=info, args=args, defaults={"samplers": []})
+    task = serve.Task(None, model, fields, [("p", [1])])
+    assert task.fields == {"stream": True, "stop": ["a"]}

@@ -73,7 +73,7 @@ def test_an_answer_without_a_thought_has_no_budget(fake_server):
 
 def test_without_a_split_the_tag_is_in_the_content(fake_server):
     server = fake_server(["a", "b"], think=True)
-    assert server.chat(reasoning_budget=1, reasoning_format="none").content == "a</think>b"
+    assert server.chat(reasoning_budget=1, reasoning_format="none").content == "<think>\na</think>b"
 
 
 def test_every_choice_has_a_budget_of_its_own(fake_server):
@@ -328,6 +328,7 @@ def site(tmp_path):
     (root / "link.txt").symlink_to(tmp_path / "outside.txt")
     (root / "linked").symlink_to(tmp_path / "site2")
     (root / "inside.js").symlink_to(root / "app.js")
+    (root / "round").symlink_to(root / "round")
     (root / "sub" / "deep" / "index.html").symlink_to(tmp_path / "outside.txt")
     return root
 
@@ -360,7 +361,15 @@ def test_files_of_path_are_served_with_their_types_and_without_a_key(fake_server
 ESCAPES = ["/../outside.txt", "/%2e%2e/outside.txt", "/..%2foutside.txt", "/sub/../../outside.txt"]
 ESCAPES += ["/link.txt", "/linked/x.txt", "/linked", "/sub/deep/", "/../site2/x.txt", "/.env"]
 ESCAPES += ["/.git/config", "/sub/%2e%2e/.env", "/%00", "/app.js%00", "/" + "x" * 5000, "/sub/deep"]
-ESCAPES += ["/..\\outside.txt", "/app.js/", "/app.js/x", "//../outside.txt", "/./.env"]
+ESCAPES += [
+    "/round",
+    "/round/x",
+    "/..\\outside.txt",
+    "/app.js/",
+    "/app.js/x",
+    "//../outside.txt",
+    "/./.env",
+]
 
 
 def test_no_path_leads_out_of_the_directory_or_to_what_is_hidden(fake_server, site):
@@ -380,7 +389,15 @@ def test_files_are_under_the_prefix_too_and_the_directory_must_exist(own_server,
     eventually(lambda: server.get("/llm/health")[0] == 200)
     for path in ("/llm", "/llm/", "/llm/index.html"):
         assert server.request("GET", path)[2] == "this is index.html é".encode()
-    for path in ("/", "/index.html", "/sub", "/llmindex.html"):
+    for path in (
+        "/",
+        "/index.html",
+        "/sub",
+        "/llmindex.html",
+        "/llmenv",
+        "/llm.env",
+        "/llmgit/config",
+    ):
         assert server.request("GET", path)[0] == 404, path
     assert server.request("GET", "/llm/props")[1]["content-type"].startswith("application/json")
     missing = own_server("--fake", "--path", site / "missing")

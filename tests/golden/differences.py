@@ -414,8 +414,8 @@ DIFFERENCES: list[Difference] = [
     *allow(
         "`generation_settings`, and `params` in `/props`",
         "hold the settings that there are here; not llama.cpp's chat parser, grammar triggers, "
-        "backend and speculation; a seed and limits are shown as sent, a schema not as a grammar, a banned "
-        "token with the least number, and `ignore_eos` not as a bias",
+        "backend and speculation; a seed and limits are shown as sent, a schema not as a grammar, "
+        "a banned token with the least number, and `ignore_eos` not as a bias",
         "the effective values, nothing that is not so",
         *(("*", f"*settings*.{name}: missing*") for name in LLAMA_SETTINGS),
         ("server/props", "$.body.default_generation_settings.params.*: not in llama-server*"),
