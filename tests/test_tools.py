@@ -596,11 +596,13 @@ def function(name, strict=None, **properties):
 
 
 def declared(style="gemma"):
-    """Functions of all kinds. Only JSON can be told the length or the pattern of a string: in the
-    style "parameters" that is what is inside of objects and arrays."""
+    """Functions of all kinds. Only of JSON can the length and the pattern of a string and the
+    number of items be enforced: in the style "parameters" that is what is inside of an array or
+    object."""
     free, short = {"type": "string"}, {"type": "string", "maxLength": 6}
     outer = short if style in ("json", "object") else free
     inner = free if style == "gemma" else short
+    n_items = {} if style == "gemma" else {"minItems": 1, "maxItems": 2}
     sizes = {} if outer is free else {"minLength": 2}
     code = {"pattern": "^[a-c]{2}-[0-9]$"} if outer is short else {"enum": ["x", "y"]}
     return [
@@ -617,7 +619,7 @@ def declared(style="gemma"):
                 "required": ["a"],
                 "additionalProperties": False,
             },
-            l={"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+            l={"type": "array", "items": {"type": "integer"}, **n_items},
         ),
         function(
             "optionals",
@@ -633,8 +635,8 @@ def declared(style="gemma"):
             "table",
             rows={
                 "type": "array",
-                "maxItems": 2,
-                "items": {"type": "array", "items": dict(inner), "maxItems": 2},
+                "items": {"type": "array", "items": dict(inner), **n_items},
+                **n_items,
             },
         ),
         function("code", p={"type": "string", **code}, z={"const": "fix"}),
@@ -764,8 +766,8 @@ def test_every_finished_walk_over_a_grammar_is_a_valid_call(tokenizers, family):
         strict = rng.random() < 0.3
         offered = [{**t, "function": {**t["function"], "strict": strict}} for t in tools]
         tokenizer = tokenizers[number % 2]
-        grammar = tool_calls.tool_grammar(
-            FAMILY[family], offered, choice, parallel, constraint, tokenizer[3]
+        grammar = tool_calls.ToolGrammar(FAMILY[family], tokenizer[3]).text(
+            offered, choice, parallel, constraint
         )
         tokens = walk(tokenizer, family, grammar, rng)
         if tokens is None:
@@ -786,8 +788,8 @@ def test_every_finished_walk_over_a_grammar_is_a_valid_call(tokenizers, family):
 def test_a_grammar_leaves_text_free_until_a_marker_and_then_only_declared_calls(tokenizers):
     tokenizer, ll = tokenizers[1], tokenizers[1][0]
     for family in sorted(set(WRITERS) - {"harmony"}):
-        grammar = tool_calls.tool_grammar(
-            FAMILY[family], declared()[:1], "auto", True, "format", {}
+        grammar = tool_calls.ToolGrammar(FAMILY[family], {}).text(
+            declared()[:1], "auto", True, "format"
         )
         plain = " to=user<|message|>Hello" if family == "muse" else "Hello, if a < b [x] {y} then"
         good, _ = write(family, "", [("lookup", {"q": "ab"})], "")
@@ -806,34 +808,42 @@ def test_case_34_required_and_named_leave_no_room_for_prose_or_for_no_call(token
     ll, _, eos, _ = tokenizers[1]
     for family in sorted(WRITERS):
         for choice in ("required", "lookup"):
-            grammar = tool_calls.tool_grammar(FAMILY[family], declared(), choice, True, "off", {})
+            grammar = tool_calls.ToolGrammar(FAMILY[family], {}).text(
+                declared(), choice, True, "off"
+            )
             for prose in (b"Hello", b" Hello"):
                 tokens = [*prose, eos]
                 assert compiled(tokenizers[1], grammar).validate_tokens(tokens) <= 1, family
             assert not compiled(tokenizers[1], grammar).is_accepting()
-    assert tool_calls.tool_grammar(FAMILY["glm"], declared(), "nope", True, "format", {}) is None
+    assert (
+        tool_calls.ToolGrammar(FAMILY["glm"], {}).text(declared(), "nope", True, "format") is None
+    )
 
 
 def test_off_constrains_only_what_was_asked_to_be_guaranteed():
     tools = declared()
-    assert tool_calls.tool_grammar(FAMILY["glm"], tools, "auto", True, "off", {}) is None
-    assert tool_calls.tool_grammar(FAMILY["glm"], [], "required", True, "format", {}) is None
+    assert tool_calls.ToolGrammar(FAMILY["glm"], {}).text(tools, "auto", True, "off") is None
+    assert tool_calls.ToolGrammar(FAMILY["glm"], {}).text([], "required", True, "format") is None
     for choice, offered in (
         ("required", tools),
         ("lookup", tools),
         ("auto", [function("f", True)]),
     ):
-        assert tool_calls.tool_grammar(FAMILY["glm"], offered, choice, True, "off", {})
+        assert tool_calls.ToolGrammar(FAMILY["glm"], {}).text(offered, choice, True, "off")
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused():
-    for schema in (
-        {"type": "string", "format": "date"},
-        {"type": "string", "pattern": "a"},
-        {"type": "string", "maxLength": 3},
-        {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]},
+    bare, gemma, recursive = ["qwen3_xml", "glm"], ["gemma4"], {"$ref": "#/properties/x"}
+    recursive = {"type": "object", "properties": {"y": recursive}}
+    for schema, named, families in (
+        ({"type": "string", "format": "date"}, "format", bare + gemma),
+        ({"type": "string", "pattern": "a"}, "pattern", bare + gemma),
+        ({"type": "string", "maxLength": 3}, "maxLength", bare + gemma),
+        ({"type": "array", "minItems": 1}, "minItems", gemma),
+        (recursive, "within itself", gemma),
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}, "a string or", bare),
     ):
         tool = function("f", True, x=schema)
-        for family in ("qwen3_xml", "glm") if "anyOf" in schema else ("qwen3_xml", "gemma4"):
-            with pytest.raises(ValueError, match="cannot be enforced"):
-                tool_calls.tool_grammar(FAMILY[family], [tool], "required", True, "format", {})
+        for family in families:
+            with pytest.raises(ValueError, match=f"{named}.*cannot be enforced"):
+                tool_calls.ToolGrammar(FAMILY[family], {}).text([tool], "required", True, "format")

@@ -5,12 +5,13 @@ this part. It stands here, proven by test_tools.py, until there is room for it i
 request with `tools` gets its prompt rendered, and what the model writes comes back as text.
 """
 
+import copy
 import hashlib
 import json
 import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from json.encoder import encode_basestring as quoted
 from typing import Any
 
@@ -51,28 +52,26 @@ class ToolFamily:
     call: str
     parameter: str = ""  # with {key} and {value}, perhaps {string}: true or false
     section: str = "{call}\n{call}"  # all calls of an answer; one {call}: there can be only one
+    recognise: str = ""  # lines that are in all its templates, if not simply what opens a call
     silent: str = ""  # markup without a meaning for us, separated by spaces: it vanishes
     plain: str = ""  # if messages have headers: that of text for the user (`call` has its own)
-    recognise: str = ""  # lines that are in all its templates, if not simply what opens a call
 
     @staticmethod
     def load(path: str) -> "ToolFamily":
         """Read a row from a JSON file. Raises OSError or ValueError with the reason."""
         with open(path, encoding="utf-8") as file:
-            row = json.load(file)
-        wrong = [field for field, value in row.items() if not isinstance(value, str)]
-        try:
-            family = ToolFamily(**row | dict.fromkeys(wrong, ""))
-        except TypeError as exc:  # unknown or missing fields: Python names them
-            raise ValueError(f"tool format in {path}: {exc}") from None
-        style, keyed = family.parts[1:2], re.search("{key}.*{value}", family.parameter, re.S)
-        whole = style and "{name}" in family.call and "{call}" in family.section
-        whole = whole and bool(keyed) == (style == ["parameters"])
+            row = dict(json.load(file))
+        known = {key: row[key] for key in row.keys() & ToolFamily.__dataclass_fields__.keys()}
+        texts = {key: value for key, value in known.items() if isinstance(value, str)}
+        family, wrong = ToolFamily(**{"name": path, "call": ""} | texts), row.keys() - texts.keys()
+        keyed = re.search("{key}.*{value}", family.parameter, re.S) is not None
+        whole = "{name}" in family.call and "{call}" in family.section and len(family.parts) == 3
+        whole = whole and keyed == ("{parameters}" in family.call)
         if wrong or not whole or not (family.openers or family.plain):
             raise ValueError(
-                f"tool format in {path}: fields are text (not so: {wrong}); call needs something to"
-                " recognise it by, {name} and one of {json}, {object}, {gemma}, {parameters} (then"
-                " parameter needs {key}, {value}); section needs {call}"
+                f"tool format in {path}: no such field, or no text: {sorted(wrong)}; call needs"
+                " something to recognise it by, {name} and one of {json}, {object}, {gemma}, {parameters} (then"
+                " parameter: {key}, {value}); section needs {call}"
             )
         return family
 
@@ -119,9 +118,12 @@ def invokes(prefix: str, hint: str = "") -> tuple[str, str]:
     )
 
 
+def within(tag: str) -> str:
+    return f"<{tag}>\n{{call}}\n{{call}}\n</{tag}>"
+
+
 OBJECT = '{"name": "{name}", "arguments": {object}}'
 DSML = invokes("｜DSML｜", ' string="{string}"')
-CALLS = "{call}\n{call}"
 FAMILIES = (
     ToolFamily(
         "muse",
@@ -132,18 +134,10 @@ FAMILIES = (
         silent="<|eom|> <|eot|>",
         plain=" to=user<|message|>",
     ),
-    ToolFamily("minimax_m2", *invokes(""), f"<minimax:tool_call>\n{CALLS}\n</minimax:tool_call>"),
+    ToolFamily("minimax_m2", *invokes(""), within("minimax:tool_call")),
+    ToolFamily("deepseek_dsml", *DSML, within("｜DSML｜tool_calls"), "｜DSML｜\ntool_calls>"),
     ToolFamily(
-        "deepseek_dsml",
-        *DSML,
-        f"<｜DSML｜tool_calls>\n{CALLS}\n</｜DSML｜tool_calls>",
-        recognise="｜DSML｜\ntool_calls>",
-    ),
-    ToolFamily(
-        "deepseek_v32",
-        *DSML,
-        f"<｜DSML｜function_calls>\n{CALLS}\n</｜DSML｜function_calls>",
-        recognise="｜DSML｜\nfunction_calls>",
+        "deepseek_v32", *DSML, within("｜DSML｜function_calls"), "｜DSML｜\nfunction_calls>"
     ),
     ToolFamily(
         "deepseek_v3",
@@ -204,14 +198,17 @@ def find_family(template_text: str, special_tokens: Iterable[str]) -> ToolFamily
         for family in FAMILIES[:-1]:
             marks = [*family.openers, *MARKER.findall(family.parts[0])]
             marks.append(family.parameter.partition("{")[0].strip())
-            if all(mark in text for mark in family.recognise.split("\n")) and (
-                family.recognise or all(mark in text for mark in marks)
-            ):
+            marks = family.recognise.split("\n") if family.recognise else marks
+            if all(mark in text for mark in marks):
                 return family
     return FAMILIES[-1]
 
 
 # ==== Tool calls: arguments and their schemas =====================================================
+
+
+TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+TYPES |= {dict: "object", type(None): "null"}
 
 
 class NotACall(Exception):
@@ -228,8 +225,7 @@ def strict_json(text: str) -> Any:
 def type_of(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return "integer"
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-    return "null" if value is None else names.get(type(value), "object")
+    return TYPES[type(value)]
 
 
 def branches(schema: Any, root: Any, depth: int = 0) -> list[Json]:
@@ -320,6 +316,9 @@ class ToolParser:
         self.text, self.raw = "", [""]  # not yet read; all since the call began
         self.arguments: list[str] = []
         self.steps: Steps | None = None
+        # what a parameter begins with, and what ends them
+        self.key_words = WORD.findall(family.parameter.partition("{")[0])
+        self.after_value = [*self.key_words[:1], *WORD.findall(family.parts[2])[:1]]
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> list[ToolDelta]:
         self.out = []
@@ -343,7 +342,7 @@ class ToolParser:
 
     def _take(self, text: str, ids: Sequence[int] = ()) -> None:
         while text or (self.over and self.steps):
-            text = self._read(text) if self.steps else self._scan(text, ids)
+            text = self._read(self.steps, text) if self.steps else self._scan(text, ids)
 
     def _scan(self, text: str, ids: Sequence[int]) -> str:
         """Looks for marks. Returns what stands behind the first one."""
@@ -356,8 +355,8 @@ class ToolParser:
         if mark in self.silent:
             self.after_mark = True
         elif mark:
-            self.raw, self.steps = [self.scanner.space + mark], self._markup(mark)
-            self.scanner = self.later
+            self.raw, self.scanner = [self.scanner.space + mark], self.later
+            self.steps = self._message(mark) if mark in HEADS else self._calls(mark)
         return rest
 
     def _give(self, text: str) -> None:
@@ -366,13 +365,13 @@ class ToolParser:
             self.out.append((self.kind, text))
             self.after_mark = False
 
-    def _read(self, text: str) -> str:
+    def _read(self, steps: Steps, text: str) -> str:
         """Lets the coroutine read. Returns what is left of the text when it has ended."""
         chunk, left = text[:CHUNK], text[CHUNK:]
         self.raw.append(chunk)
         self.text += chunk
         try:
-            next(self.steps)
+            next(steps)
             return left
         except StopIteration:
             self.after_mark = True
@@ -439,21 +438,22 @@ class ToolParser:
 
     # -- calls --
 
-    def _markup(self, mark: str) -> Steps:
-        """What follows a mark: the header of a message, or calls."""
-        family, (_, between, close) = self.family, map(WORD.findall, self.family.around)
-        if mark in HEADS and family.plain:
-            header, _ = yield from self._until(MESSAGE)
-            to = re.search(r"to=(?:functions\.)?([\w.\-]+)", mark + header)
-            thought = "analysis" in header or (to is not None and to[1] == "self")
-            self.kind = "reasoning" if thought else "content"
-            if to and not family.openers:
-                yield from self._call(WORD.findall(family.body), to[1])
-            return
-        again, words = [*between, *WORD.findall(family.body)], self.openers[mark]
+    def _message(self, mark: str) -> Steps:
+        """The header of a message, and its call if calls have no mark of their own."""
+        header, _ = yield from self._until(MESSAGE)
+        to = re.search(r"to=(?:functions\.)?([\w.\-]+)", mark + header)
+        thought = "analysis" in header or (to is not None and to[1] == "self")
+        self.kind = "reasoning" if thought else "content"
+        if to and not self.openers:
+            yield from self._call(WORD.findall(self.family.body), to[1])
+
+    def _calls(self, mark: str) -> Steps:
+        """One call, or all of a list."""
+        _, between, close = map(WORD.findall, self.family.around)
+        again, words = [*between, *WORD.findall(self.family.body)], self.openers[mark]
         while True:
             yield from self._call(words)
-            mark = close and (yield from self._next(again[0], close[0], may_miss=True))
+            mark = (yield from self._next(again[0], close[0], may_miss=True)) if close else ""
             if mark != again[0]:
                 break
             self.raw, words = [mark + self.text], again[1:]
@@ -477,7 +477,7 @@ class ToolParser:
         self.arguments = []
         name = strict_json(f'"{name}"') if style == "object" else name
         if style == "parameters":  # <tool_call> in prose is no call
-            yield from self._peek(WORD.findall(self.family.parameter)[0], self._end())
+            yield from self._peek(*self.after_value)
         if self.bare and name not in self.tools:
             raise NotACall
         self.out.append(("call", name))
@@ -487,10 +487,6 @@ class ToolParser:
             self._argument("{}")
         arguments_json("".join(self.arguments))
         self.n_calls += 1
-
-    def _end(self) -> str:
-        """What ends the parameters."""
-        return WORD.findall(self.family.parts[2])[0]
 
     def _argument(self, text: str) -> None:
         """Gives away a part of the arguments; all of one piece are one delta."""
@@ -516,16 +512,11 @@ class ToolParser:
 
     def _json(self, schema: Any) -> Steps:
         """An object, given away as it comes; or what stands for one."""
-        held: list[str] = []
-
-        def give(text: str) -> None:
-            if self.arguments or (text == "{" and not held):
-                self._argument(text)
-            else:
-                held.append(text)
-
-        yield from self._value(give)
-        if held:
+        if (yield from self._peek("{", may_miss=True)):
+            yield from self._value(self._argument)
+        else:
+            held: list[str] = []
+            yield from self._value(held.append)
             self._argument(arguments_json("".join(held)))
 
     def _value(self, give: Callable[[str], None]) -> Steps:
@@ -537,8 +528,9 @@ class ToolParser:
         while depth or in_string:
             while self.text in ("", "\\"):
                 yield from self._more()
-            part = JSON_PART.match(self.text)[0]
-            self.text = self.text[len(part) :]
+            match = JSON_PART.match(self.text)
+            assert match, "any text begins with such a part"
+            part, self.text = match[0], self.text[match.end() :]
             give(part.translate(CONTROLS) if in_string else part)
             if part == '"':
                 in_string = not in_string
@@ -548,48 +540,46 @@ class ToolParser:
     def _parameters(self, schema: Any) -> Steps:
         """Parameters as bare text, typed by the schema. A string is given away as it comes."""
         properties = schema.get("properties") if isinstance(schema, dict) else None
-        before, *between, closer = re.split(r"{\w+}", self.family.parameter)
-        key_words, end, lead = WORD.findall(before), self._end(), "{"
-        while (yield from self._peek(key_words[0], end, may_miss=True)) == key_words[0]:
-            yield from self._words(key_words)
+        _, *between, closer = re.split(r"{\w+}", self.family.parameter)
+        newline = between[-1][len(between[-1].rstrip()) :]
+        lead, mark = "{", self.key_words[0]
+        while (yield from self._peek(*self.after_value, may_miss=True)) == mark:
+            yield from self._words(self.key_words)
             said = []  # the key, and in some forms whether it is a string
             for words in map(WORD.findall, between):
                 said.append((yield from self._until(words[0]))[0])
                 yield from self._words(words[1:])
-            while between[-1].endswith("\n") and not self.text:
+            while newline and not self.text:
                 yield from self._more()
-            self.text = self.text.removeprefix(between[-1][len(between[-1].rstrip()) :])
-            key, *hint = said
-            self._argument(f"{lead}{quoted(key)}: ")
-            declared = properties.get(key) if isinstance(properties, dict) else None
+            self.text = self.text.removeprefix(newline)
+            self._argument(f"{lead}{quoted(said[0])}: ")
+            declared = properties.get(said[0]) if isinstance(properties, dict) else None
             types = {branch.get("type") for branch in branches(declared, schema)}
-            types = ({"string"} if hint == ["true"] else {None}) if hint else types
-            if types == {"string"}:
-                self._argument('"')
-                yield from self._bare(closer, [key_words[0], end], self._in_string)
-                self._argument('"')
-            else:
-                held: list[str] = []
-                yield from self._bare(closer, [key_words[0], end], held.append)
-                self._argument(typed_json("".join(held), types))
+            if len(said) > 1:
+                types = {"string"} if said[1] == "true" else {None}
+            held: list[str] = []
+            streams = types == {"string"}
+            self._argument('"' if streams else "")
+            yield from self._bare(closer, self._in_string if streams else held.append)
+            self._argument('"' if streams else typed_json("".join(held), types))
             lead = ", "
-        if self.text.strip() and not self.text.lstrip().startswith(end):
+        if self.text.strip() and not self.text.lstrip().startswith(self.after_value[1]):
             raise NotACall
         self._argument("{}" if lead == "{" else "}")
 
-    def _bare(self, closer: str, then: Sequence[str], give: Callable[[str], None]) -> Steps:
+    def _bare(self, closer: str, give: Callable[[str], None]) -> Steps:
         """Bare text and its closer; a closer behind which neither a parameter nor the end of the
         call follows is text, too."""
         while True:
             _, mark = yield from self._until(closer.strip(), closer.rstrip(), give=give)
-            if (yield from self._peek(*then, may_miss=True)) or not self.text.strip():
+            if (yield from self._peek(*self.after_value, may_miss=True)) or not self.text.strip():
                 return
             give(mark)
 
     def _gemma(self, schema: Any) -> Steps:
         """Bare keys, strings between quotes, other values as in JSON."""
-        mark = yield from self._next("{")
-        self._argument(mark)
+        yield from self._next("{")
+        self._argument("{")
         depth = 1
         while depth:
             before, mark = yield from self._until(QUOTE, *"{}[],:")
@@ -608,12 +598,14 @@ class ToolParser:
 # ==== Tool calls: the grammar =====================================================================
 #
 # For llguidance, in its dialect of Lark. The forms that are not JSON are enforced by rules of our
-# own; everything that is JSON is left to llguidance.
+# own, as far as they can express a schema; everything that is JSON is left to llguidance.
 
 ANNOTATIONS = {"type", "title", "description", "default", "examples", "$schema", "$defs"}
-IN_GEMMA = {  # what our own rules for Gemma's form can enforce
+ENFORCED = {  # in the forms that are not JSON; other types are JSON in all forms but Gemma's
+    "string": {"enum"},
     "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "minItems", "maxItems"},
+    "array": {"items"},
+    "any": set[str](),
 }
 ANY = "(?s:.*)"
 
@@ -628,14 +620,38 @@ def json_rule(schema: Json, root: Json) -> str:
     return f"%json {json.dumps(shared | schema)}"
 
 
-class Grammar:
-    """Collects the rules of a grammar. Methods return expressions; ValueError for a schema that
-    our own rules cannot express."""
+class ToolGrammar:
+    """Collects the rules of a grammar for what an answer with tools may be. Methods but `text`
+    return expressions; ValueError for a schema that our own rules cannot express."""
 
     def __init__(self, family: ToolFamily, ids: dict[int, str]) -> None:
         self.family, self.gemma = family, "{gemma}" in family.call
         self.tokens = {text: f"<[{i}]>" for i, text in ids.items() if text in family.markers}
         self.rules: dict[str, str] = {}  # the text of a rule -> its name
+
+    def text(self, tools: list[Json], choice: str, parallel: bool, constraint: str) -> str | None:
+        """The grammar for the answer after the thought; None: nothing to constrain.
+
+        choice: "auto", "required" or a function's name. constraint: "off" (only what choice and
+        strict ask for), "format" or "schema". In auto text is free up to a call; after calls the
+        answer ends. Raises ValueError for a schema that this form of call cannot enforce; one that
+        llguidance cannot enforce fails when the grammar is compiled."""
+        functions = [tool["function"] for tool in tools]
+        functions = [f for f in functions if choice in ("auto", "required", f["name"])]
+        strict = [constraint == "schema" or f.get("strict") is True for f in functions]
+        if not functions or (constraint == "off" and choice == "auto" and not any(strict)):
+            return None
+        bodies = dict[str, str]()
+        for function, enforce in zip(functions, strict, strict=True):
+            name = function["name"]
+            name = quoted(name)[1:-1] if self.family.parts[1] == "object" else name
+            arguments = self.arguments(function.get("parameters") or {}, enforce)
+            bodies[self.family.parts[0].replace("{name}", name)] = arguments
+        calls = partial(self.calls, bodies, parallel)
+        start = self.free_or(calls) if choice == "auto" else f"(/[ \\n]{{1,2}}/)? {calls()}"
+        header = f"({self.literal('<|start|>assistant')})?" if self.family.plain else ""
+        rules = [f"{name}{body}" for body, name in self.rules.items()]
+        return "\n".join(["%llguidance {}", f"start: {header} ({start})", *rules])
 
     def rule(self, body: str, kind: str = "r", attributes: str = "") -> str:
         return self.rules.setdefault(f"{attributes}: {body}", f"{kind}{len(self.rules)}")
@@ -660,74 +676,38 @@ class Grammar:
         lazy = self.rule(f"{text} {quoted(marker)}", attributes="[lazy]")
         return f"{lazy} {self.literal(closer[len(marker) :])}"
 
-    def value(self, schema: Any, root: Any, form: str, depth: int = 0) -> str:
-        """A value in a form that writes strings as they are: `form` is what stands around it. What
-        has no type is a string, or in Gemma's form anything."""
-        found, options = branches(schema, root), []
-        free = any(b.get("type") == "string" and "enum" not in b for b in found) and not self.gemma
-        for branch in found:
-            kind = branch.get("type", "string")
-            text = self.in_gemma(branch, root, depth) if self.gemma else ""
-            extra = set() if kind != "string" else branch.keys() - ANNOTATIONS - {"enum"}
-            if extra or (free and kind != "string" and branch.keys() - ANNOTATIONS):
-                what = ", ".join(sorted(extra)) or "a string or something else"
-                raise ValueError(f"{what} cannot be enforced in this form of call")
-            said = form.replace("{string}", "true" if kind == "string" else "false")
-            head, closer = said.split("{value}")
-            if kind == "string" and not text:
-                head, closer = (head + QUOTE, QUOTE + closer) if self.gemma else (head, closer)
-                free_text = "enum" not in branch
-                text = self.up_to(closer) if free_text else quoted(branch["enum"][0])
-                closer = "" if free_text else closer
-            text = text or json_rule(branch, root)
-            options.append(f"{self.literal(head)} {text} {self.literal(closer)}")
-        return self.rule(" | ".join(options))
+    def free_or(self, calls: Callable[[int], str]) -> str:
+        """Free text, or calls; `calls` makes their rule without so many of its characters."""
+        family, opener = self.family, next(iter(self.family.openers), "")
+        if family.plain:
+            text = self.without([*HEADS[:2], *family.silent.split()])
+            return f"{self.literal(family.plain)} {text} | {calls(0)}"
+        if opener == "{":
+            call = r"\s*".join(["", in_regex("{"), in_regex(family.openers["{"][0])])
+            return f"{self.rule(f'/{ANY}/ & ~/{call}{ANY}/', 'T')} | {calls(0)}"
+        if opener in self.tokens:
+            return f"{self.without([])} (| {calls(0)})"
+        text = self.without(family.openers)
+        lead = self.rule(f"{text} {quoted(opener)}", attributes="[lazy]")
+        return f"{text} | {lead} {calls(len(opener))}"
 
-    def in_gemma(self, schema: Json, root: Any, depth: int) -> str:
-        """What is not written as in other forms: objects, arrays, and values of any type."""
-        kind, extra = schema.get("type"), set[str]()
-        if kind in IN_GEMMA:
-            extra = schema.keys() - ANNOTATIONS - IN_GEMMA[kind]
-        if extra or depth > 16:
-            what = ", ".join(sorted(extra)) or "a schema that contains itself"
-            raise ValueError(f"{what} cannot be enforced in this form of call")
-        if kind == "object" and "properties" in schema:
-            return f'"{{" {self.members(schema, root, depth + 1)} "}}"'
-        if kind == "array" and "enum" not in schema:
-            low, high = schema.get("minItems", 0), schema.get("maxItems")
-            item = self.value(schema.get("items", {}), root, "{value}", depth + 1)
-            most = "" if high is None else max(high - 1, 0)
-            some = f'({item} ("," {item}){{{max(low - 1, 0)},{most}}}){"" if low else "?"}'
-            return f'"[" {"" if high == 0 else some} "]"'
-        if kind not in (None, "object"):
-            return ""
-        pair = r"/[\w.$\-]{1,64}:/ gemma"
-        plain = json_rule({"type": ["number", "boolean", "null"]}, {})
-        string = f"{self.literal(QUOTE)} {self.up_to(QUOTE)}"
-        self.rules[f': "{{" ({pair} ("," {pair})*)? "}}"'] = "gemma_object"
-        self.rules[f': {string} | {plain} | "[" (gemma ("," gemma)*)? "]" | gemma_object'] = "gemma"
-        return "gemma" if kind is None else "gemma_object"
+    def calls(self, bodies: dict[str, str], parallel: bool, skip: int = 0) -> str:
+        """All calls of the answer; the first `skip` characters are there already."""
+        first, between, last = self.family.around
+        after, several = self.literal(self.family.parts[2]), self.family.section.count("{call}") > 1
 
-    def members(self, schema: Json, root: Any, depth: int = 0) -> str:
-        """The properties of an object in the order of their declaration."""
-        properties, required = schema.get("properties") or {}, set(schema.get("required") or [])
-        if missing := required - set(properties):
-            raise ValueError(f"{min(missing)!r} is required but not among the properties")
-        comma = '","' if self.gemma else ""
-        first = rest = ""  # what can stand from here on: as the first member, and behind another
-        for key, sub in reversed(properties.items()):
-            form = (self.family.parameter or "{key}:{value}").replace("{key}", key)
-            one = f"{self.value(sub, root, form, depth)} {rest}"
-            skipped = "" if key in required else f"| {rest}"
-            first = self.rule(one if key in required else f"{one} | {first}")
-            rest = self.rule(f"{comma} {one} {skipped}")
-        return first
+        def one(lead: str, skip: int) -> str:
+            rows = [(self.literal((lead + body)[skip:]), rest) for body, rest in bodies.items()]
+            return self.rule(" | ".join(f"{head} {rest} {after}" for head, rest in rows))
+
+        more = f"({self.literal(between)} {one('', 0)})*" if parallel and several else ""
+        return f"{one(first, skip)} {more} {self.literal(last)}"
 
     def arguments(self, schema: Json, enforce: bool) -> str:
         """The arguments of one function. Without `enforce`, of JSON only that it is an object, and
         of other forms that its parameters are declared and of the right type."""
         if self.gemma:
-            return self.in_gemma({"type": "object"} | (schema if enforce else {}), schema, 0)
+            return self.in_gemma("object", schema if enforce else {}, schema, 0)
         if not self.family.parameter:
             return json_rule({"type": "object"} | (schema if enforce else {}), {})
         if enforce:
@@ -739,67 +719,59 @@ class Grammar:
             options.append(self.value({"type": kinds}, schema, form))
         return f"({' | '.join(options)})*" if options else ""
 
-    def calls(self, bodies: dict[str, str], parallel: bool, skip: int = 0) -> str:
-        """All calls of the answer; the first `skip` characters are there already."""
-        (opened, between, closed), after = self.family.around, self.literal(self.family.parts[2])
-        first, later = (
-            self.rule(" | ".join(f"{self.literal(b[n:])} {a} {after}" for b, a in bodies.items()))
-            for n in (0 if opened else skip, 0)
-        )
-        several = parallel and self.family.section.count("{call}") > 1
-        more = f"({self.literal(between)} {later})*" if several else ""
-        return f"{self.literal(opened[skip:])} {first} {more} {self.literal(closed)}"
+    def members(self, schema: Json, root: Any, depth: int = 0) -> str:
+        """The properties of an object in the order of their declaration."""
+        properties, required = schema.get("properties") or {}, set(schema.get("required") or [])
+        if missing := required - set(properties):
+            raise ValueError(f"{min(missing)!r} is required but not among the properties")
+        first = rest = ""  # what can stand from here on: as the first member, and behind another
+        for key, sub in reversed(properties.items()):
+            form = (self.family.parameter or "{key}:{value}").replace("{key}", key)
+            one = f"{self.value(sub, root, form, depth)} {rest}"
+            more = f'"," {one}' if self.gemma else one
+            first = self.rule(one if key in required else f"{one} | {first}")
+            rest = self.rule(more if key in required else f"{more} | {rest}")
+        return first
 
-    def start(self, calls: Callable[[int], str]) -> str:
-        """Free text, or calls; `calls` makes their rule without so many of its characters."""
-        family, opener = self.family, next(iter(self.family.openers), "")
-        if family.plain:
-            text = self.without([*HEADS[:2], *family.silent.split()])
-            return f"{self.literal(family.plain)} {text} | {calls(0)}"
-        if opener == "{":
-            begin = re.findall(r'[{\[]|"\w+"', family.around[0] + family.parts[0])
-            call = r"\s*".join(["", *map(in_regex, begin[:2])])
-            return f"{self.rule(f'/{ANY}/ & ~/{call}{ANY}/', 'T')} | {calls(0)}"
-        if opener in self.tokens:
-            return f"{self.without([])} (| {calls(0)})"
-        text = self.without(family.openers)
-        lead = self.rule(f"{text} {quoted(opener)}", attributes="[lazy]")
-        return f"{text} | {lead} {calls(len(opener))}"
+    def value(self, schema: Any, root: Any, form: str, depth: int = 0) -> str:
+        """A value in a form that writes strings as they are; `form` is what stands around it. What
+        has no type is a string, or in Gemma's form anything."""
+        found, options = branches(schema, root), []
+        free = not self.gemma and any(b.get("type") == "string" and "enum" not in b for b in found)
+        for branch in found:
+            kind = branch.get("type", "any" if self.gemma else "string")
+            ours = kind == "string" or (self.gemma and kind in ENFORCED)
+            extra = branch.keys() - ANNOTATIONS - (ENFORCED[kind] if ours else branch.keys())
+            if free and kind != "string" and branch.keys() - ANNOTATIONS:
+                extra = {"a string or something else"}
+            if extra or depth > 16:
+                what = ", ".join(sorted(extra)) or "a schema within itself"
+                raise ValueError(f"{what} cannot be enforced in this form of call")
+            quote = QUOTE if self.gemma and kind == "string" else ""
+            said = form.replace("{string}", "true" if kind == "string" else "false")
+            head, closer = said.replace("{value}", f"{quote}{{value}}{quote}").split("{value}")
+            if kind == "string" and "enum" not in branch:
+                text = self.up_to(closer)
+            elif kind == "string":
+                text = f"{quoted(branch['enum'][0])} {self.literal(closer)}"
+            else:
+                text = self.in_gemma(kind, branch, root, depth) if ours else json_rule(branch, root)
+                text = f"{text} {self.literal(closer)}"
+            options.append(f"{self.literal(head)} {text}")
+        return self.rule(" | ".join(options))
 
-
-def tool_grammar(
-    family: ToolFamily,
-    tools: list[Json],
-    choice: str,
-    parallel: bool,
-    constraint: str,
-    ids: dict[int, str],
-) -> str | None:
-    """A Lark grammar (llguidance) for the answer after the thought; None: nothing to constrain.
-
-    choice: "auto", "required" or a function's name. constraint: "off" (only what choice and strict
-    ask for), "format" or "schema". In auto text is free up to a call; after calls the answer ends.
-    Raises ValueError for a schema that this form of call cannot enforce; one that llguidance cannot
-    enforce fails when the grammar is compiled."""
-    functions = [tool["function"] for tool in tools]
-    functions = [f for f in functions if choice in ("auto", "required", f["name"])]
-    strict = [constraint == "schema" or f.get("strict") is True for f in functions]
-    if not functions or (constraint == "off" and choice == "auto" and not any(strict)):
-        return None
-    grammar, bodies = Grammar(family, ids), dict[str, str]()
-    for function, enforce in zip(functions, strict, strict=True):
-        shown = function["name"]
-        shown = quoted(shown)[1:-1] if family.parts[1] == "object" else shown
-        arguments = grammar.arguments(function.get("parameters") or {}, enforce)
-        bodies[family.parts[0].replace("{name}", shown)] = arguments
-    if choice == "auto":
-        start = grammar.start(lambda skip: grammar.calls(bodies, parallel, skip))
-    else:
-        start = grammar.calls(bodies, parallel)
-    space = "" if choice == "auto" else r"(/[ \n]{1,2}/)?"
-    header = f"({grammar.literal('<|start|>assistant')})?" if family.plain else ""
-    rules = [f"{name}{body}" for body, name in grammar.rules.items()]
-    return "\n".join(["%llguidance {}", f"start: {space} {header} ({start})", *rules])
+    def in_gemma(self, kind: str, schema: Json, root: Any, depth: int) -> str:
+        """An object, an array or "any" value in Gemma's form."""
+        if kind == "object" and "properties" in schema:
+            return f'"{{" {self.members(schema, root, depth + 1)} "}}"'
+        if kind == "array":
+            item = self.value(schema.get("items", {}), root, "{value}", depth + 1)
+            return f'"[" ({item} ("," {item})*)? "]"'
+        pair, string = r"/[\w.$\-]{1,64}:/ gemma", f"{self.literal(QUOTE)} {self.up_to(QUOTE)}"
+        plain = json_rule({"type": ["number", "boolean", "null"]}, {})
+        self.rules[f': "{{" ({pair} ("," {pair})*)? "}}"'] = "gemma_object"
+        self.rules[f': {string} | {plain} | "[" (gemma ("," gemma)*)? "]" | gemma_object'] = "gemma"
+        return "gemma" if kind == "any" else "gemma_object"
 
 
 # ==== Tool calls: in the history ==================================================================
@@ -813,13 +785,10 @@ def history_for_template(messages: list[Json], template_text: str) -> list[Json]
     as_mapping = re.search(given + r"(?:\||is\b|\.items|or\b|-?%)", uses)
     as_text = not as_mapping and re.search(given + r"(?:\+|~|-?}})", uses)
 
-    def call_id(value: Any) -> Any:
-        if "length != 9" not in uses or not isinstance(value, str) or re.fullmatch(r"\w{9}", value):
-            return value  # else: Mistral's templates refuse other ids than nine letters or digits
-        return hashlib.sha256(value.encode(errors="replace")).hexdigest()[:9]
-
-    def call(value: Any) -> Any:
-        function = dict(value.get("function") or {})
+    adapted = copy.deepcopy(messages)
+    calls = [call for message in adapted for call in message.get("tool_calls", [])]
+    for call in calls:
+        function = call["function"] = call.get("function") or {}
         text = function.get("arguments")
         text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
         try:
@@ -827,14 +796,11 @@ def history_for_template(messages: list[Json], template_text: str) -> list[Json]
             function["arguments"] = shown if as_text else json.loads(shown)
         except NotACall:
             function["arguments"] = text if as_text else {"arguments": text}
-        return {**value, "id": call_id(value.get("id")), "function": function}
-
-    adapted = []
-    for message in messages:
-        message = dict(message)
-        if "tool_call_id" in message:
-            message["tool_call_id"] = call_id(message["tool_call_id"])
-        if "tool_calls" in message:
-            message["tool_calls"] = [call(value) for value in message["tool_calls"]]
-        adapted.append(message)
+    if "length != 9" in uses:  # Mistral's templates refuse ids other than nine letters or digits
+        for holder, key in [(m, "tool_call_id") for m in adapted] + [
+            (call, "id") for call in calls
+        ]:
+            value = holder.get(key)
+            if isinstance(value, str) and not re.fullmatch(r"\w{9}", value):
+                holder[key] = hashlib.sha256(value.encode(errors="replace")).hexdigest()[:9]
     return adapted
