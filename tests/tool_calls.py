@@ -70,8 +70,8 @@ class ToolFamily:
         if wrong or not whole or not (family.openers or family.plain):
             raise ValueError(
                 f"tool format in {path}: no such field, or no text: {sorted(wrong)}; call needs"
-                " something to recognise it by, {name} and one of {json}, {object}, {gemma}, {parameters} (then"
-                " parameter: {key}, {value}); section needs {call}"
+                " something to recognise it by, {name} and one of {json}, {object}, {gemma},"
+                " {parameters} (then parameter: {key}, {value}); section needs {call}"
             )
         return family
 
@@ -277,7 +277,6 @@ def arguments_json(text: str) -> str:
 
 CONTROLS = {i: quoted(chr(i))[1:-1] for i in range(32)}
 IN_STRING = CONTROLS | {34: '\\"', 92: "\\\\"}
-NAME = re.compile(r'[^\s"<>\[\]{},:]+')
 JSON_PART = re.compile(r'\\.|["{}\[\]]|[^"{}\[\]\\]+', re.S)
 CHUNK = 256  # characters read at once: what is copied for each mark in a text stays short
 Steps = Generator[None, None, Any]  # a part of the parser: yields where it needs more text
@@ -301,13 +300,12 @@ class ToolParser:
         self.ids = {i: text for i, text in ids.items() if text in family.markers}
         tokens = family.openers.keys() & set(self.ids.values())
         self.openers = {m: w for m, w in family.openers.items() if not tokens or m in tokens}
-        self.bare = "{" in self.openers
-        heads, self.silent = HEADS if family.plain else (), family.silent.split()
-        marks = [*heads[:2], *self.silent, *([] if self.bare else self.openers)]
-        self.scanner = self.later = Scanner(marks, self.ids, glue=True)
-        if heads or self.bare:  # at the start there are more of them
-            self.scanner = Scanner([*heads, *self.silent, *self.openers], self.ids, glue=True)
-            self.scanner.leading = True
+        self.bare, self.silent = "{" in self.openers, family.silent.split()
+        marks = [*(HEADS[:2] if family.plain else ()), *self.silent, *self.openers.keys() - {"{"}]
+        starts = HEADS[2:] if family.plain else ["{"] if self.bare else []
+        self.scanner = Scanner([*marks, *starts], self.ids, glue=True)
+        self.scanner.leading = bool(starts)  # these count at the start only
+        self.later = Scanner(marks, self.ids, glue=True)
         self.n_calls = 0  # complete ones
         self.announced = self.over = False
         self.kind = "content"
@@ -316,9 +314,14 @@ class ToolParser:
         self.text, self.raw = "", [""]  # not yet read; all since the call began
         self.arguments: list[str] = []
         self.steps: Steps | None = None
-        # what a parameter begins with, and what ends them
-        self.key_words = WORD.findall(family.parameter.partition("{")[0])
-        self.after_value = [*self.key_words[:1], *WORD.findall(family.parts[2])[:1]]
+        colon = ":" if "{name}:" in family.call else ""
+        self.name = re.compile(rf'[^\s"<>\[\]{{}},{colon}]+')
+        head, _, self.closer = family.parameter.partition("{value}")
+        newline = r"(?:\n|(?=.))" if head.endswith("\n") else ""
+        pattern = r"\s*".join(map(re.escape, head.split("\n"))).removesuffix(r"\s*") + newline
+        pattern = re.sub(r"\\{(key|string)\\}", r'(?P<\1>[^<>"]{1,512}?)', pattern)
+        self.head = re.compile(rf"\s*{pattern}", re.S)  # what stands before a value
+        self.after_value = WORD.findall(head)[:1] + WORD.findall(family.parts[2])[:1]
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> list[ToolDelta]:
         self.out = []
@@ -347,7 +350,7 @@ class ToolParser:
     def _scan(self, text: str, ids: Sequence[int]) -> str:
         """Looks for marks. Returns what stands behind the first one."""
         pieces, mark, rest = self.scanner.feed(text, ids)
-        if pieces and self.scanner is not self.later:
+        if pieces and self.scanner.leading:
             self.scanner = self.later  # an answer that begins with text may hold other marks
             return "".join(text for text, _ in pieces)
         for piece, _ in pieces:
@@ -407,15 +410,11 @@ class ToolParser:
             self.text = self.text.lstrip()[len(mark) :]
         return mark
 
-    def _words(self, words: Iterable[str]) -> Steps:
-        for word in words:
-            yield from self._next(word)
-
     def _name(self) -> Steps:
         """A name, a number or another word, to its end."""
         while True:
             rest = self.text.lstrip()
-            match = NAME.match(rest)
+            match = self.name.match(rest)
             if match and match.end() < len(rest):
                 self.text = rest[match.end() :]
                 return match[0]
@@ -540,38 +539,32 @@ class ToolParser:
     def _parameters(self, schema: Any) -> Steps:
         """Parameters as bare text, typed by the schema. A string is given away as it comes."""
         properties = schema.get("properties") if isinstance(schema, dict) else None
-        _, *between, closer = re.split(r"{\w+}", self.family.parameter)
-        newline = between[-1][len(between[-1].rstrip()) :]
-        lead, mark = "{", self.key_words[0]
+        lead, mark = "{", self.after_value[0]
         while (yield from self._peek(*self.after_value, may_miss=True)) == mark:
-            yield from self._words(self.key_words)
-            said = []  # the key, and in some forms whether it is a string
-            for words in map(WORD.findall, between):
-                said.append((yield from self._until(words[0]))[0])
-                yield from self._words(words[1:])
-            while newline and not self.text:
+            while not (head := self.head.match(self.text)):
                 yield from self._more()
-            self.text = self.text.removeprefix(newline)
-            self._argument(f"{lead}{quoted(said[0])}: ")
-            declared = properties.get(said[0]) if isinstance(properties, dict) else None
+            said, self.text = head.groupdict(), self.text[head.end() :]
+            self._argument(f"{lead}{quoted(said['key'])}: ")
+            declared = properties.get(said["key"]) if isinstance(properties, dict) else None
             types = {branch.get("type") for branch in branches(declared, schema)}
-            if len(said) > 1:
-                types = {"string"} if said[1] == "true" else {None}
+            if "string" in said:
+                types = {"string"} if said["string"] == "true" else {None}
             held: list[str] = []
             streams = types == {"string"}
             self._argument('"' if streams else "")
-            yield from self._bare(closer, self._in_string if streams else held.append)
+            yield from self._bare(self._in_string if streams else held.append)
             self._argument('"' if streams else typed_json("".join(held), types))
             lead = ", "
         if self.text.strip() and not self.text.lstrip().startswith(self.after_value[1]):
             raise NotACall
         self._argument("{}" if lead == "{" else "}")
 
-    def _bare(self, closer: str, give: Callable[[str], None]) -> Steps:
+    def _bare(self, give: Callable[[str], None]) -> Steps:
         """Bare text and its closer; a closer behind which neither a parameter nor the end of the
         call follows is text, too."""
+        closers = self.closer.strip(), self.closer.rstrip()
         while True:
-            _, mark = yield from self._until(closer.strip(), closer.rstrip(), give=give)
+            _, mark = yield from self._until(*closers, give=give)
             if (yield from self._peek(*self.after_value, may_miss=True)) or not self.text.strip():
                 return
             give(mark)
@@ -600,13 +593,10 @@ class ToolParser:
 # For llguidance, in its dialect of Lark. The forms that are not JSON are enforced by rules of our
 # own, as far as they can express a schema; everything that is JSON is left to llguidance.
 
-ANNOTATIONS = {"type", "title", "description", "default", "examples", "$schema", "$defs"}
-ENFORCED = {  # in the forms that are not JSON; other types are JSON in all forms but Gemma's
-    "string": {"enum"},
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items"},
-    "any": set[str](),
-}
+# What our own rules enforce, besides what they need not look at
+ENFORCED = {"string": {"enum"}, "array": {"items"}, "object": {"properties", "required"}}
+PASSIVE = {"type", "title", "description", "default", "examples", "$schema", "$defs"}
+PASSIVE |= {"additionalProperties"}  # which they never allow
 ANY = "(?s:.*)"
 
 
@@ -740,9 +730,9 @@ class ToolGrammar:
         free = not self.gemma and any(b.get("type") == "string" and "enum" not in b for b in found)
         for branch in found:
             kind = branch.get("type", "any" if self.gemma else "string")
-            ours = kind == "string" or (self.gemma and kind in ENFORCED)
-            extra = branch.keys() - ANNOTATIONS - (ENFORCED[kind] if ours else branch.keys())
-            if free and kind != "string" and branch.keys() - ANNOTATIONS:
+            ours = kind == "string" or (self.gemma and kind in ("any", *ENFORCED))
+            extra = branch.keys() - PASSIVE - ENFORCED.get(kind, set()) if ours else set()
+            if free and kind != "string" and branch.keys() - PASSIVE:
                 extra = {"a string or something else"}
             if extra or depth > 16:
                 what = ", ".join(sorted(extra)) or "a schema within itself"
