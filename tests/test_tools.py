@@ -441,6 +441,13 @@ def test_what_is_no_call_comes_back_raw():
         assert parse("hermes", list(f"so {text} ok"))[0] == content
 
 
+def test_a_call_with_a_brace_missing_does_not_swallow_what_follows():
+    broken = '<tool_call>{"name": "lookup", "arguments": {"q": "a"}'
+    content, calls, n_calls = parse("hermes", [f"{broken}</tool_call> so {CALL}"])
+    assert (content, n_calls) == (f"{broken}</tool_call> so", 1)
+    assert calls[1:] == [["lookup", '{"q":"a"}']]
+
+
 def test_a_bare_object_is_a_call_only_with_a_declared_name():
     for text in (
         '{"name": "Ada"}',

@@ -51,7 +51,7 @@ class ToolFamily:
     name: str
     call: str
     parameter: str = ""  # with {key} and {value}, perhaps {string}: true or false
-    section: str = "{call}\n{call}"  # all calls of an answer; one {call}: there can be only one
+    section: str = "{call}{call}"  # all calls of an answer; one {call}: there can be only one
     recognise: str = ""  # lines that are in all its templates, if not simply what opens a call
     silent: str = ""  # markup without a meaning for us, separated by spaces: it vanishes
     plain: str = ""  # if messages have headers: that of text for the user (`call` has its own)
@@ -149,21 +149,18 @@ FAMILIES = (
         "<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>{json}<|tool_call_end|>",
         section="<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>",
     ),
-    ToolFamily(
-        "gemma4",
-        "<|tool_call>call:{name}{gemma}<tool_call|>",
-        section="{call}{call}",
-        silent="<|tool_response>",
-    ),
+    ToolFamily("gemma4", "<|tool_call>call:{name}{gemma}<tool_call|>", silent="<|tool_response>"),
     ToolFamily(
         "glm",
         "<tool_call>{name}\n{parameters}</tool_call>",
         "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+        "{call}\n{call}",
     ),
     ToolFamily(
         "qwen3_xml",
         "<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>",
         "<parameter={key}>\n{value}\n</parameter>\n",
+        "{call}\n{call}",
     ),
     ToolFamily(
         "harmony",
@@ -173,10 +170,8 @@ FAMILIES = (
         plain="<|channel|>final<|message|>",
         recognise="<|channel|>\n<|call|>",
     ),
-    ToolFamily(
-        "mistral_v11", "[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]{json}", section="{call}{call}"
-    ),
-    ToolFamily("mistral", "[TOOL_CALLS]{name}[ARGS]{json}", section="{call}{call}"),
+    ToolFamily("mistral_v11", "[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]{json}"),
+    ToolFamily("mistral", "[TOOL_CALLS]{name}[ARGS]{json}"),
     ToolFamily("mistral_list", OBJECT, section="[TOOL_CALLS][{call}, {call}]"),
     ToolFamily("granite", OBJECT, section="<|tool_call|>[{call}, {call}]"),
     ToolFamily(
@@ -186,7 +181,7 @@ FAMILIES = (
         silent="<|python_tag|>",
         recognise='{"name": function name, "parameters"',
     ),
-    ToolFamily("hermes", f"<tool_call>\n{OBJECT}\n</tool_call>"),
+    ToolFamily("hermes", f"<tool_call>\n{OBJECT}\n</tool_call>", section="{call}\n{call}"),
     ToolFamily("generic", OBJECT, section='{"tool_calls": [{call}, {call}]}'),
 )
 
@@ -223,9 +218,8 @@ def strict_json(text: str) -> Any:
 
 
 def type_of(value: Any) -> str:
-    if isinstance(value, float) and value.is_integer():
-        return "integer"
-    return TYPES[type(value)]
+    is_whole = isinstance(value, float) and value.is_integer()
+    return "integer" if is_whole else TYPES[type(value)]
 
 
 def branches(schema: Any, root: Any, depth: int = 0) -> list[Json]:
@@ -277,7 +271,8 @@ def arguments_json(text: str) -> str:
 
 CONTROLS = {i: quoted(chr(i))[1:-1] for i in range(32)}
 IN_STRING = CONTROLS | {34: '\\"', 92: "\\\\"}
-JSON_PART = re.compile(r'\\.|["{}\[\]]|[^"{}\[\]\\]+', re.S)
+OUTSIDE = re.compile(r'["{}\[\]]|[\s\w,:.+\-]+')  # parts of JSON outside of its strings
+INSIDE = re.compile(r'\\.|"|[^"\\]+', re.S)
 CHUNK = 256  # characters read at once: what is copied for each mark in a text stays short
 Steps = Generator[None, None, Any]  # a part of the parser: yields where it needs more text
 ToolDelta = tuple[str, str]  # "content", "reasoning" or "arguments" and a text; "call" and a name
@@ -338,9 +333,8 @@ class ToolParser:
         self.out, self.over = [], not cut
         self._take("")
         if self.steps and self.bare and not self.announced:
-            self._give("".join(self.raw))
-        for text, _ in self.scanner.finish():
-            self._give(text)
+            self._give(["".join(self.raw)])
+        self._give(text for text, _ in self.scanner.finish())
         return self.out
 
     def _take(self, text: str, ids: Sequence[int] = ()) -> None:
@@ -353,8 +347,7 @@ class ToolParser:
         if pieces and self.scanner.leading:
             self.scanner = self.later  # an answer that begins with text may hold other marks
             return "".join(text for text, _ in pieces)
-        for piece, _ in pieces:
-            self._give(piece)
+        self._give(text for text, _ in pieces)
         if mark in self.silent:
             self.after_mark = True
         elif mark:
@@ -362,11 +355,12 @@ class ToolParser:
             self.steps = self._message(mark) if mark in HEADS else self._calls(mark)
         return rest
 
-    def _give(self, text: str) -> None:
-        text = text.lstrip() if self.after_mark else text
-        if text:
-            self.out.append((self.kind, text))
-            self.after_mark = False
+    def _give(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            shown = text.lstrip() if self.after_mark else text
+            if shown:
+                self.out.append((self.kind, shown))
+                self.after_mark = False
 
     def _read(self, steps: Steps, text: str) -> str:
         """Lets the coroutine read. Returns what is left of the text when it has ended."""
@@ -380,7 +374,7 @@ class ToolParser:
             self.after_mark = True
         except NotACall:
             whole = "".join(self.raw)
-            self._give(whole[: len(whole) - len(self.text)])
+            self._give([whole[: len(whole) - len(self.text)]])
         left, self.text, self.steps = self.text + left, "", None
         return left
 
@@ -441,7 +435,7 @@ class ToolParser:
         """The header of a message, and its call if calls have no mark of their own."""
         header, _ = yield from self._until(MESSAGE)
         to = re.search(r"to=(?:functions\.)?([\w.\-]+)", mark + header)
-        thought = "analysis" in header or (to is not None and to[1] == "self")
+        thought = "analysis" in header or "to=self" in mark + header
         self.kind = "reasoning" if thought else "content"
         if to and not self.openers:
             yield from self._call(WORD.findall(self.family.body), to[1])
@@ -519,16 +513,17 @@ class ToolParser:
             self._argument(arguments_json("".join(held)))
 
     def _value(self, give: Callable[[str], None]) -> Steps:
-        """Any JSON value. Only its end is looked for: whether it is JSON, strict_json knows when it
-        is complete. A raw newline in a string, which JSON forbids, is escaped."""
+        """Any JSON value. Only its end is looked for, and what can be no JSON at all: whether it is
+        JSON, strict_json knows later. A raw newline in a string, which JSON forbids, is escaped."""
         mark = yield from self._next(*'{["', may_miss=True)
         give(mark or (yield from self._name()))
         depth, in_string = int(mark in ("{", "[")), mark == '"'
         while depth or in_string:
-            while self.text in ("", "\\"):
+            while self.text in ("", "\\"):  # half of an escape is no part
                 yield from self._more()
-            match = JSON_PART.match(self.text)
-            assert match, "any text begins with such a part"
+            match = (INSIDE if in_string else OUTSIDE).match(self.text)
+            if not match:
+                raise NotACall
             part, self.text = match[0], self.text[match.end() :]
             give(part.translate(CONTROLS) if in_string else part)
             if part == '"':
