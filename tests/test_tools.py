@@ -425,6 +425,8 @@ def test_a_call_that_lacks_only_its_end_markers_is_complete():
         text = text[: text.rindex(end)] if end else text
         assert json.loads(parse(family, [text])[1][0][1]) == {"q": "a"}, family
         assert parse(family, [text])[2] == 1
+    text = '<｜DSML｜invoke name="ping_box">'
+    assert parse("deepseek_v32", [text]) == ("", [["ping_box", "{}"]], 1)
 
 
 def test_what_is_no_call_comes_back_raw():

@@ -279,8 +279,7 @@ ToolDelta = tuple[str, str]  # "content", "reasoning" or "arguments" and a text;
 
 
 class ToolParser:
-    """Tells calls from text. Text is scanned for what opens a call; from there on a coroutine reads
-    `_text` straight on and yields where it needs more.
+    """Tells calls from text: a coroutine over `text`, code that yields where it needs more.
 
     What `feed` has returned never changes, and joined it does not depend on how the text was cut.
     In content one piece is one delta. The exception NotACall means: what began as a call is none,
@@ -306,9 +305,10 @@ class ToolParser:
         self.kind = "content"
         self.after_mark = False  # white space that comes now goes with the mark
         self.out: list[ToolDelta] = []
-        self.text, self.raw = "", [""]  # not yet read; all since the call began
+        self.text, self.marker = "", list[int]()  # not yet read; the id if it ends in such a token
+        self.raw: list[str] = []  # all text since a call began
         self.arguments: list[str] = []
-        self.steps: Steps | None = None
+        self.run = self._answer()
         colon = ":" if "{name}:" in family.call else ""
         self.name = re.compile(rf'[^\s"<>\[\]{{}},{colon}]+')
         head, _, self.closer = family.parameter.partition("{value}")
@@ -322,8 +322,9 @@ class ToolParser:
         self.out = []
         for i in filter(self.ids.get, ids):  # each marker for itself, it may be without a text
             before, _, text = text.partition(self.ids[i])
-            self._take(before + self.ids[i], [i])
-        self._take(text)
+            self._resume(before, [])
+            self._resume(self.ids[i], [i])
+        self._resume(text, [])
         return self.out
 
     def finish(self, cut: bool) -> list[ToolDelta]:
@@ -331,29 +332,42 @@ class ToolParser:
         else a call of which only end markers are missing is complete, and what else was held comes
         back as content."""
         self.out, self.over = [], not cut
-        self._take("")
-        if self.steps and self.bare and not self.announced:
+        if self.over:
+            next(self.run)
+        elif self.bare and not self.announced:
             self._give(["".join(self.raw)])
         self._give(text for text, _ in self.scanner.finish())
         return self.out
 
-    def _take(self, text: str, ids: Sequence[int] = ()) -> None:
-        while text or (self.over and self.steps):
-            text = self._read(self.steps, text) if self.steps else self._scan(text, ids)
+    def _resume(self, text: str, marker: list[int]) -> None:
+        for start in range(0, len(text), CHUNK):
+            chunk = text[start : start + CHUNK]
+            self.raw.append(chunk)
+            self.text, self.marker = self.text + chunk, marker
+            next(self.run)
 
-    def _scan(self, text: str, ids: Sequence[int]) -> str:
-        """Looks for marks. Returns what stands behind the first one."""
-        pieces, mark, rest = self.scanner.feed(text, ids)
-        if pieces and self.scanner.leading:
-            self.scanner = self.later  # an answer that begins with text may hold other marks
-            return "".join(text for text, _ in pieces)
-        self._give(text for text, _ in pieces)
-        if mark in self.silent:
-            self.after_mark = True
-        elif mark:
-            self.raw, self.scanner = [self.scanner.space + mark], self.later
-            self.steps = self._message(mark) if mark in HEADS else self._calls(mark)
-        return rest
+    def _answer(self) -> Steps:
+        """Content, up to what may open a call."""
+        while True:
+            if not self.text:
+                yield
+            leading, self.raw = self.scanner.leading, []
+            pieces, mark, self.text = self.scanner.feed(self.text, self.marker)
+            texts = [text for text, _ in pieces]
+            if texts and leading:  # an answer that begins with text may hold other marks
+                self.scanner, self.text = self.later, "".join(texts)
+                continue
+            self._give(texts)
+            self.after_mark = self.after_mark or mark in self.silent
+            if not mark or mark in self.silent:
+                continue
+            self.raw, self.scanner = [self.scanner.space + mark + self.text], self.later
+            try:
+                yield from self._message(mark) if mark in HEADS else self._calls(mark)
+                self.after_mark = True
+            except NotACall:
+                whole = "".join(self.raw)
+                self._give([whole[: len(whole) - len(self.text)]])
 
     def _give(self, texts: Iterable[str]) -> None:
         for text in texts:
@@ -361,22 +375,6 @@ class ToolParser:
             if shown:
                 self.out.append((self.kind, shown))
                 self.after_mark = False
-
-    def _read(self, steps: Steps, text: str) -> str:
-        """Lets the coroutine read. Returns what is left of the text when it has ended."""
-        chunk, left = text[:CHUNK], text[CHUNK:]
-        self.raw.append(chunk)
-        self.text += chunk
-        try:
-            next(steps)
-            return left
-        except StopIteration:
-            self.after_mark = True
-        except NotACall:
-            whole = "".join(self.raw)
-            self._give([whole[: len(whole) - len(self.text)]])
-        left, self.text, self.steps = self.text + left, "", None
-        return left
 
     # -- reading: each waits until it knows --
 
@@ -470,7 +468,7 @@ class ToolParser:
         self.arguments = []
         name = strict_json(f'"{name}"') if style == "object" else name
         if style == "parameters":  # <tool_call> in prose is no call
-            yield from self._peek(*self.after_value)
+            yield from self._at_parameter()
         if self.bare and name not in self.tools:
             raise NotACall
         self.out.append(("call", name))
@@ -534,8 +532,8 @@ class ToolParser:
     def _parameters(self, schema: Any) -> Steps:
         """Parameters as bare text, typed by the schema. A string is given away as it comes."""
         properties = schema.get("properties") if isinstance(schema, dict) else None
-        lead, mark = "{", self.after_value[0]
-        while (yield from self._peek(*self.after_value, may_miss=True)) == mark:
+        lead = "{"
+        while (yield from self._at_parameter()):
             while not (head := self.head.match(self.text)):
                 yield from self._more()
             said, self.text = head.groupdict(), self.text[head.end() :]
@@ -550,9 +548,14 @@ class ToolParser:
             yield from self._bare(self._in_string if streams else held.append)
             self._argument('"' if streams else typed_json("".join(held), types))
             lead = ", "
-        if self.text.strip() and not self.text.lstrip().startswith(self.after_value[1]):
-            raise NotACall
         self._argument("{}" if lead == "{" else "}")
+
+    def _at_parameter(self) -> Steps:
+        """Whether there is one more parameter; else the end of the call, or of the answer."""
+        mark = yield from self._peek(*self.after_value, may_miss=True)
+        if not mark and self.text.strip():
+            raise NotACall
+        return mark == self.after_value[0]
 
     def _bare(self, give: Callable[[str], None]) -> Steps:
         """Bare text and its closer; a closer behind which neither a parameter nor the end of the
