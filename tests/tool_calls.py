@@ -146,7 +146,8 @@ FAMILIES = (
     ),
     ToolFamily(
         "kimi_k2",
-        "<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>{json}<|tool_call_end|>",
+        "<|tool_call_begin|>functions.{name}:{n}"
+        "<|tool_call_argument_begin|>{json}<|tool_call_end|>",
         section="<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>",
     ),
     ToolFamily("gemma4", "<|tool_call>call:{name}{gemma}<tool_call|>", silent="<|tool_response>"),
@@ -750,7 +751,8 @@ class ToolGrammar:
 
     def in_gemma(self, kind: str, schema: Json, root: Any, depth: int) -> str:
         """An object, an array or "any" value in Gemma's form."""
-        if kind == "object" and "properties" in schema:
+        closed = schema.get("additionalProperties", True) is not True
+        if kind == "object" and ("properties" in schema or closed):
             return f'"{{" {self.members(schema, root, depth + 1)} "}}"'
         if kind == "array":
             item = self.value(schema.get("items", {}), root, "{value}", depth + 1)
@@ -772,7 +774,6 @@ def history_for_template(messages: list[Json], template_text: str) -> list[Json]
     given, uses = r"arguments['\"\])]*\s*", template_text
     as_mapping = re.search(given + r"(?:\||is\b|\.items|or\b|-?%)", uses)
     as_text = not as_mapping and re.search(given + r"(?:\+|~|-?}})", uses)
-
     adapted = copy.deepcopy(messages)
     calls = [call for message in adapted for call in message.get("tool_calls", [])]
     for call in calls:
@@ -785,10 +786,9 @@ def history_for_template(messages: list[Json], template_text: str) -> list[Json]
         except NotACall:
             function["arguments"] = text if as_text else {"arguments": text}
     if "length != 9" in uses:  # Mistral's templates refuse ids other than nine letters or digits
-        for holder, key in [(m, "tool_call_id") for m in adapted] + [
-            (call, "id") for call in calls
-        ]:
-            value = holder.get(key)
+        owners = [(m, "tool_call_id") for m in adapted] + [(call, "id") for call in calls]
+        for owner, key in owners:
+            value = owner.get(key)
             if isinstance(value, str) and not re.fullmatch(r"\w{9}", value):
-                holder[key] = hashlib.sha256(value.encode(errors="replace")).hexdigest()[:9]
+                owner[key] = hashlib.sha256(value.encode(errors="replace")).hexdigest()[:9]
     return adapted
