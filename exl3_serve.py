@@ -405,7 +405,8 @@ class Scanner:
         self.ids = {i: mark for i, mark in (ids or {}).items() if mark in marks}
         self.marks = tuple(mark for mark in marks if mark not in self.ids.values())
         self.firsts = frozenset(mark[0] for mark in self.marks)
-        self.glue, self.leading = glue, False
+        # space: the white space that `glue` left out before the mark found last
+        self.glue, self.leading, self.space = glue, False, ""
         self.held: list[Piece] = []
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> tuple[list[Piece], str, str]:
@@ -460,7 +461,7 @@ class Scanner:
         """Everything before `start`, white space before the mark left out with `glue`."""
         whole = "".join(t for t, _ in self.held)[:start]
         keep = len(whole.rstrip()) if self.glue else start
-        pieces, position = [], 0
+        pieces, position, self.space = [], 0, whole[keep:]
         for text, ids in self.held:
             pieces.append((text[: max(0, keep - position)], ids))
             position += len(text)

@@ -15,6 +15,8 @@ import tool_calls
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import exl3_serve
+
 ToolFamily, ToolParser = tool_calls.ToolFamily, tool_calls.ToolParser
 FAMILY = {family.name: family for family in tool_calls.FAMILIES}
 
@@ -148,7 +150,7 @@ PLAIN = {
 def write(family, before, calls, after):
     """The text of an answer, and the content it has."""
     row, form = FAMILY[family], PLAIN.get(family, "{}")
-    before = "" if row.at_start else before
+    before = "" if "{" in row.openers else before
     text = WRITERS[family](calls)
     text = (form.format(before) if before else "") + text + (form.format(after) if after else "")
     if family in PLAIN:
@@ -193,23 +195,22 @@ def cut(text, where):
     return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def parser(family, tools=TOOLS, token_ids=None):
-    number = itertools.count()
-    return ToolParser(FAMILY[family], tools, token_ids or {}, lambda: f"id{next(number)}")
+def parser(family, tools=TOOLS, ids=None):
+    return ToolParser(FAMILY[family], tools, ids or {})
 
 
 def join(deltas):
-    """Content, and for each call [id, name, arguments]; checks the order of the deltas."""
+    """Content, and for each call [name, arguments]; checks the deltas."""
     content, calls = "", []
-    for kind, *rest in deltas:
-        if kind == "content":
-            content += rest[0]
+    for kind, text in deltas:
+        assert text
+        if kind in ("content", "reasoning"):
+            content += text
         elif kind == "call":
-            assert rest[0] == len(calls)
-            calls.append([*rest[1:], ""])
+            calls.append([text, ""])
         else:
-            assert kind == "arguments" and rest[0] == len(calls) - 1 and rest[1]
-            calls[-1][2] += rest[1]
+            assert kind == "arguments"
+            calls[-1][1] += text
     return content, calls
 
 
@@ -232,9 +233,8 @@ def test_what_a_family_writes_is_read_back_however_it_is_cut(answer, where):
     text, content = write(*answer)
     got_content, got_calls, n_calls = parse(answer[0], cut(text, where))
     assert got_content == content
-    assert [(name, json.loads(a)) for _, name, a in got_calls] == answer[2]
+    assert [(name, json.loads(a)) for name, a in got_calls] == answer[2]
     assert n_calls == len(answer[2])
-    assert len({call[0] for call in got_calls}) == n_calls
     assert parse(answer[0], [text]) == (got_content, got_calls, n_calls)
 
 
@@ -248,30 +248,33 @@ def test_a_prefix_of_the_answer_gives_a_prefix_of_the_deltas(answer, where, stop
     some_content, some_calls = join(deltas)
     assert content.startswith(some_content)
     for some, whole in zip(some_calls, calls, strict=False):
-        assert some[:2] == whole[:2] and whole[2].startswith(some[2])
+        assert some[0] == whole[0] and whole[1].startswith(some[1])
     assert join(deltas + p.finish(cut=True))[1] == some_calls
     for i in range(p.n_calls):
-        json.loads(some_calls[i][2])
+        json.loads(some_calls[i][1])
 
 
 @settings(deadline=None, max_examples=200)
 @given(answers(), cuts)
 def test_markers_that_are_tokens_are_known_by_id_only(answer, where):
     family = answer[0]
-    ids = {marker: 1000 + i for i, marker in enumerate(sorted(FAMILY[family].markers))}
+    ids = dict(enumerate(sorted(FAMILY[family].markers), 1000))
     text, content = write(*answer)
-    if any(marker in dumps(answer[2]) for marker in ids):
+    if any(marker in dumps(answer[2]) for marker in ids.values()):
         return  # as text inside of a call: the writer below would make it a token
-    tokens = "|".join(map(re.escape, sorted(ids, key=len, reverse=True)))
-    p, deltas = parser(family, token_ids=ids), []
+    tokens = "|".join(map(re.escape, sorted(ids.values(), key=len, reverse=True))) or "(?!)"
+    id_of, p, deltas = {marker: i for i, marker in ids.items()}, parser(family, ids=ids), []
     for part in re.split(f"({tokens})", text):
-        for piece in [part] if part in ids else cut(part, where):
-            deltas += p.feed(piece, [ids[part]] if part in ids else [1] * len(piece))
+        for piece in [part] if part in id_of else cut(part, where):
+            deltas += p.feed(piece, [id_of[part]] if part in id_of else [1] * len(piece))
     got_content, got_calls = join(deltas + p.finish(False))
     assert got_content == content
-    assert [(name, json.loads(a)) for _, name, a in got_calls] == answer[2]
-    if FAMILY[family].openers.keys() & ids:  # the same text without the ids is just text
-        p = parser(family, token_ids=ids)
+    assert [(name, json.loads(a)) for name, a in got_calls] == answer[2]
+    found = [id_of[marker] for marker in re.findall(tokens, text)]
+    p = parser(family, ids=ids)  # several tokens at once, as speculative decoding gives them
+    assert join(p.feed(text, [1, *found, 2]) + p.finish(False)) == (got_content, got_calls)
+    if FAMILY[family].openers.keys() & id_of:  # the same text without the ids is just text
+        p = parser(family, ids=ids)
         spelled = [d for piece in cut(text, where) for d in p.feed(piece, [1, 2])]
         assert join(spelled + p.finish(False))[1] == []
 
@@ -343,29 +346,25 @@ CALL = '<tool_call>{"name":"lookup","arguments":{"q":"a"}}</tool_call>'
 def test_case_25_a_call_without_arguments_has_an_empty_object():
     for tail in ("", ',"arguments":{}', ',"arguments":null', ',"arguments":""', ',"parameters":{}'):
         text = f'<tool_call>{{"name":"ping_box"{tail}}}</tool_call>'
-        assert parse("hermes", [text]) == ("", [["id0", "ping_box", "{}"]], 1)
+        assert parse("hermes", [text]) == ("", [["ping_box", "{}"]], 1)
     for family, writer in WRITERS.items():
-        assert parse(family, [write(family, "", [("ping_box", {})], "")[0]])[1][0][2] == "{}", (
+        assert parse(family, [write(family, "", [("ping_box", {})], "")[0]])[1][0][1] == "{}", (
             writer
         )
 
 
-def test_case_27_two_calls_have_their_own_index_and_the_name_comes_once():
+def test_case_27_of_two_calls_each_has_its_name_once_and_then_its_arguments():
     p = parser("hermes")
     pieces = ['<tool_call>{"name":"lookup","arg', 'uments":{"q":"a"}}</tool_call>\n' + CALL]
     first, second = p.feed(pieces[0]), p.feed(pieces[1])
-    assert first == [("call", 0, "id0", "lookup")]
-    assert second == [
-        ("arguments", 0, '{"q":"a"}'),
-        ("call", 1, "id1", "lookup"),
-        ("arguments", 1, '{"q":"a"}'),
-    ]
+    assert first == [("call", "lookup")]
+    assert second == [("arguments", '{"q":"a"}'), ("call", "lookup"), ("arguments", '{"q":"a"}')]
     assert p.finish(False) == [] and p.n_calls == 2
 
 
 def test_case_29_a_marker_cut_anywhere_is_a_marker_and_other_text_is_not_delayed_for_it():
     for pieces in (list(CALL), [CALL], ["<", "tool_call", CALL.removeprefix("<tool_call")]):
-        assert parse("hermes", pieces) == ("", [["id0", "lookup", '{"q":"a"}']], 1)
+        assert parse("hermes", pieces) == ("", [["lookup", '{"q":"a"}']], 1)
     p = parser("hermes")
     assert p.feed("if a <") == []
     assert p.feed(" b then <t") == [("content", "if a <")]
@@ -376,16 +375,18 @@ def test_arguments_stream_as_they_come():
     p = parser("qwen3_xml")
     p.feed("<tool_call>\n<function=lookup>\n<parameter=q>\n")
     assert [p.feed(piece) for piece in ('say "', "hi", '"', "\nyou")] == [
-        [("arguments", 0, fragment)] for fragment in ('say \\"', "hi", '\\"', "\\nyou")
+        [("arguments", fragment)] for fragment in ('say \\"', "hi", '\\"', "\\nyou")
     ]
     p = parser("hermes")
     p.feed('<tool_call>{"name": "lookup", "arguments": {"q": "')
-    assert p.feed("one ") == [("arguments", 0, "one ")]
+    assert p.feed("one ") == [("arguments", "one ")]
 
 
-def test_arguments_before_the_name_wait_for_it():
-    text = '<tool_call>{"arguments": {"q": "a"}, "id": [1], "name": "lookup"}</tool_call>'
-    assert parse("hermes", list(text)) == ("", [["id0", "lookup", '{"q": "a"}']], 1)
+def test_an_object_has_its_name_first_and_may_have_other_members_behind_it():
+    text = '<tool_call>{"name": "lookup", "x": 1, "arguments": {"q": "a"}, "id": [{}]}</tool_call>'
+    assert parse("hermes", list(text)) == ("", [["lookup", '{"q": "a"}']], 1)
+    text = '<tool_call>{"arguments": {"q": "a"}, "name": "lookup"}</tool_call>'
+    assert parse("hermes", list(text)) == (text, [], 0)
 
 
 def test_parameters_are_typed_by_the_schema_and_kept_as_strings_where_that_fails():
@@ -397,7 +398,7 @@ def test_parameters_are_typed_by_the_schema_and_kept_as_strings_where_that_fails
         *(("k", "NaN", "NaN"), ("k", "1.5", "1.5"), ("k", "1e2", 100)),
     ]:
         call = f"<tool_call><function=lookup><parameter={key}>{text}</parameter></function>"
-        assert json.loads(parse("qwen3_xml", [call])[1][0][2]) == {key: value}
+        assert json.loads(parse("qwen3_xml", [call])[1][0][1]) == {key: value}
 
 
 def test_a_union_with_string_is_json_only_of_its_other_types():
@@ -405,12 +406,12 @@ def test_a_union_with_string_is_json_only_of_its_other_types():
     schema["$defs"] = {"n": {"type": ["null", "integer"]}}
     for text, value in (("null", None), ("5", 5), ("true", "true"), ("[1]", "[1]"), ("a", "a")):
         call = f"<tool_call>f\n<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>"
-        assert json.loads(parse("glm", [call], tools={"f": schema})[1][0][2]) == {"x": value}
+        assert json.loads(parse("glm", [call], tools={"f": schema})[1][0][1]) == {"x": value}
 
 
 def test_a_call_cut_by_the_limit_keeps_what_was_streamed_and_is_not_complete():
     text = '<tool_call>{"name": "lookup", "arguments": {"q": "a'
-    assert parse("hermes", [text], cut=True) == ("", [["id0", "lookup", '{"q": "a']], 0)
+    assert parse("hermes", [text], cut=True) == ("", [["lookup", '{"q": "a']], 0)
     assert parse("hermes", ["hi <tool_call>", '{"na'], cut=True) == ("hi", [], 0)
     assert parse("hermes", ["hi <tool"], cut=True) == ("hi <tool", [], 0)
     assert parse("llama3_json", ['{"name": "Ada'], cut=True) == ('{"name": "Ada', [], 0)
@@ -422,8 +423,10 @@ def test_a_call_that_lacks_only_its_end_markers_is_complete():
         ends = {"hermes": "\n</tool_call>", "qwen3_xml": "</function>\n</tool_call>"}
         end = ends.get(family) or FAMILY[family].call.split("}")[-1]
         text = text[: text.rindex(end)] if end else text
-        assert json.loads(parse(family, [text])[1][0][2]) == {"q": "a"}, family
+        assert json.loads(parse(family, [text])[1][0][1]) == {"q": "a"}, family
         assert parse(family, [text])[2] == 1
+    text = '<｜DSML｜invoke name="ping_box">'
+    assert parse("deepseek_v32", [text]) == ("", [["ping_box", "{}"]], 1)
 
 
 def test_what_is_no_call_comes_back_raw():
@@ -440,6 +443,13 @@ def test_what_is_no_call_comes_back_raw():
         assert parse("hermes", list(f"so {text} ok"))[0] == content
 
 
+def test_a_call_with_a_brace_missing_does_not_swallow_what_follows():
+    broken = '<tool_call>{"name": "lookup", "arguments": {"q": "a"}'
+    content, calls, n_calls = parse("hermes", [f"{broken}</tool_call> so {CALL}"])
+    assert (content, n_calls) == (f"{broken}</tool_call> so", 1)
+    assert calls[1:] == [["lookup", '{"q":"a"}']]
+
+
 def test_a_bare_object_is_a_call_only_with_a_declared_name():
     for text in (
         '{"name": "Ada"}',
@@ -451,28 +461,28 @@ def test_a_bare_object_is_a_call_only_with_a_declared_name():
         assert parse("llama3_json", [text]) == (text, [], 0)
         assert parse("generic", [text])[0] == text
     called = parse("llama3_json", ['\n<|python_tag|>{"name": "ping_box", "parameters": {}}'])
-    assert called == ("", [["id0", "ping_box", "{}"]], 1)
+    assert called == ("", [["ping_box", "{}"]], 1)
 
 
 def test_harmony_headers_vanish_from_content():
     text = "<|channel|>final<|message|>Hello <b>you</b>.<|return|>"
     assert parse("harmony", list(text)) == ("Hello <b>you</b>.", [], 0)
     template_form = " to=functions.lookup<|channel|>commentary json<|message|>{}<|call|>"
-    assert parse("harmony", [template_form]) == ("", [["id0", "lookup", "{}"]], 1)
+    assert parse("harmony", [template_form]) == ("", [["lookup", "{}"]], 1)
 
 
 def test_raw_newlines_in_json_strings_are_escaped():
     text = '<tool_call>{"name": "lookup", "arguments": {"q": "a\nb\t"}}</tool_call>'
-    assert json.loads(parse("hermes", [text])[1][0][2]) == {"q": "a\nb\t"}
+    assert json.loads(parse("hermes", [text])[1][0][1]) == {"q": "a\nb\t"}
 
 
 def test_a_quoted_marker_without_its_token_is_text():
-    p = parser("hermes", token_ids={"<tool_call>": 7, "</tool_call>": 8})
+    p = parser("hermes", ids={7: "<tool_call>", 8: "</tool_call>"})
     deltas = [d for piece in CALL for d in p.feed(piece, [1])]
     assert join(deltas + p.finish(False)) == (CALL, [])
-    p = parser("hermes", token_ids={"<tool_call>": 7, "</tool_call>": 8})
+    p = parser("hermes", ids={7: "<tool_call>", 8: "</tool_call>"})
     deltas = p.feed("", [7]) + p.feed('{"name":"lookup"}', [1, 2]) + p.feed("</tool_call>!", [8, 3])
-    assert join(deltas + p.finish(False)) == ("!", [["id0", "lookup", "{}"]])
+    assert join(deltas + p.finish(False)) == ("!", [["lookup", "{}"]])
 
 
 # ---- Recognition and rows ----------------------------------------------------------------------
@@ -510,15 +520,15 @@ def test_a_row_is_loaded_from_a_file_and_mistakes_are_named(tmp_path):
     row = {"name": "mine", "call": "<c>{name}:{json}</c>"}
     path.write_text(json.dumps(row))
     family = ToolFamily.load(str(path))
-    p = ToolParser(family, TOOLS, {}, lambda: "x")
-    assert join(p.feed('<c>lookup:{"q":"a"}</c>')) == ("", [["x", "lookup", '{"q":"a"}']])
+    p = ToolParser(family, TOOLS, {})
+    assert join(p.feed('<c>lookup:{"q":"a"}</c>')) == ("", [["lookup", '{"q":"a"}']])
     for change, word in (
         ({"call": "<c>{json}</c>"}, "{name}"),
         ({"call": "<c>{name}</c>"}, "{json}"),
         ({"call": "<c>{name}{parameters}</c>"}, "{key}"),
         ({"call": "{name}{json}"}, "recognise"),
         ({"silent": 1}, "silent"),
-        ({"at_start": "yes"}, "at_start"),
+        ({"call": ["c"]}, "call"),
         ({"section": "[]"}, "section"),
         ({"colour": 1}, "colour"),
     ):
@@ -567,7 +577,8 @@ def test_case_26_nulls_in_history_vanish():
     for content in ({"content": None}, {}, {"content": ""}, {"content": []}):
         for calls in ({}, {"tool_calls": []}):
             message = {"role": "assistant", "reasoning_content": None, **content, **absent, **calls}
-            result = tool_calls.history_for_template([message], MAPPING)
+            checked = exl3_serve.check_messages([message], MAPPING)
+            result = tool_calls.history_for_template(checked, MAPPING)
             assert result == [{"role": "assistant", "content": ""}]
 
 
@@ -593,43 +604,51 @@ def function(name, strict=None, **properties):
     return {"type": "function", "function": row}
 
 
-def declared():
-    short = {"type": "string", "maxLength": 6}
+def declared(style="gemma"):
+    """Functions of all kinds. Only of JSON can the length and the pattern of a string and the
+    number of items be enforced: in the style "parameters" that is what is inside of an array or
+    object."""
+    free, short = {"type": "string"}, {"type": "string", "maxLength": 6}
+    outer = short if style in ("json", "object") else free
+    inner = free if style == "gemma" else short
+    n_items = {} if style == "gemma" else {"minItems": 1, "maxItems": 2}
+    sizes = {} if outer is free else {"minLength": 2}
+    code = {"pattern": "^[a-c]{2}-[0-9]$"} if outer is short else {"enum": ["x", "y"]}
     return [
         function("lookup", q={"type": "string"}, k={"type": "integer", "optional": True}),
         function("ping_box"),
         function(
-            "söka_日本", ord=dict(short), färg={"type": "string", "enum": ["röd", 'b"lå', "5"]}
+            "söka_日本", ord=dict(outer), färg={"type": "string", "enum": ["röd", 'b"lå', "5"]}
         ),
         function(
             "nested",
             o={
                 "type": "object",
-                "properties": {"a": {"type": "boolean"}, "b": dict(short), "c": {"type": "null"}},
+                "properties": {"a": {"type": "boolean"}, "b": dict(inner), "c": {"type": "null"}},
                 "required": ["a"],
                 "additionalProperties": False,
             },
-            l={"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+            l={"type": "array", "items": {"type": "integer"}, **n_items},
         ),
         function(
             "optionals",
             a={"type": "number", "minimum": 0, "maximum": 9, "optional": True},
             b={"type": "boolean", "optional": True},
             c={"enum": [1, "one", None], "optional": True},
-            d={**short, "minLength": 2, "optional": True},
+            d={**outer, **sizes, "optional": True},
         ),
         function(
-            "union", x={"anyOf": [dict(short), {"type": "null"}]}, y={"type": ["integer", "null"]}
+            "union", x={"anyOf": [dict(outer), {"type": "null"}]}, y={"type": ["integer", "null"]}
         ),
         function(
             "table",
             rows={
                 "type": "array",
-                "maxItems": 2,
-                "items": {"type": "array", "items": dict(short), "maxItems": 2},
+                "items": {"type": "array", "items": dict(inner), **n_items},
+                **n_items,
             },
         ),
-        function("code", p={"type": "string", "pattern": "^[a-c]{2}-[0-9]$"}, z={"const": "fix"}),
+        function("code", p={"type": "string", **code}, z={"const": "fix"}),
     ]
 
 
@@ -676,10 +695,10 @@ def tokenizers():
     eos, made = tiny_model.TOKEN_ID["<|im_end|>"], []
     for with_markers in (True, False):
         model["added_tokens"] = [t for t in model["added_tokens"] if with_markers or t["special"]]
-        ids = {t["content"]: t["id"] for t in model["added_tokens"] if not t["special"]}
+        ids = {t["id"]: t["content"] for t in model["added_tokens"] if not t["special"]}
         ll = llguidance.LLTokenizer(json.dumps(model), eos_token=[eos])
         pieces = {i: ll.decode_bytes([i]) for i in range(ll.vocab_size)}
-        made.append((ll, pieces | {i: text.encode() for text, i in ids.items()}, eos, ids))
+        made.append((ll, pieces | {i: text.encode() for i, text in ids.items()}, eos, ids))
     return made
 
 
@@ -729,10 +748,10 @@ def walk(tokenizer, family, grammar, rng, limit=600):
     return out
 
 
-def read(tokenizer, family, tools, token_ids, tokens):
+def read(tokenizer, family, tools, tokens):
     """The calls of a walk, through the parser, as the server would do it."""
     schemas = {t["function"]["name"]: t["function"]["parameters"] for t in tools}
-    p, deltas, held, ids = parser(family, schemas, token_ids), [], b"", []
+    p, deltas, held, ids = parser(family, schemas, tokenizer[3]), [], b"", []
     for token, piece in tokens:
         held, ids = held + piece, [*ids, token]
         try:
@@ -743,28 +762,27 @@ def read(tokenizer, family, tools, token_ids, tokens):
         held, ids = b"", []
     content, calls = join(deltas + p.finish(False))
     assert len(calls) == p.n_calls
-    return content, [(name, json.loads(a)) for _, name, a in calls], schemas
+    return content, [(name, json.loads(a)) for name, a in calls], schemas
 
 
 @pytest.mark.parametrize("family", sorted(WRITERS))
 def test_every_finished_walk_over_a_grammar_is_a_valid_call(tokenizers, family):
     rng, finished = random.Random(family), 0
-    tools = declared()
+    tools = declared(FAMILY[family].parts[1])
     choices = ["required", "required", "auto"] + [t["function"]["name"] for t in tools] * 2
     for number, choice in enumerate(choices * 2):
         parallel, constraint = rng.random() < 0.5, ("schema", "format")[number % 4 == 3]
         strict = rng.random() < 0.3
         offered = [{**t, "function": {**t["function"], "strict": strict}} for t in tools]
         tokenizer = tokenizers[number % 2]
-        token_ids = {m: i for m, i in tokenizer[3].items() if m in FAMILY[family].markers}
-        grammar = tool_calls.tool_grammar(
-            FAMILY[family], offered, choice, parallel, constraint, token_ids
+        grammar = tool_calls.ToolGrammar(FAMILY[family], tokenizer[3]).text(
+            offered, choice, parallel, constraint
         )
         tokens = walk(tokenizer, family, grammar, rng)
         if tokens is None:
             continue
         finished += 1
-        content, calls, schemas = read(tokenizer, family, tools, token_ids, tokens)
+        content, calls, schemas = read(tokenizer, family, tools, tokens)
         what = (choice, constraint, b"".join(piece for _, piece in tokens).decode(), calls)
         assert choice == "auto" or (calls and not content), what
         assert choice in ("auto", "required") or {name for name, _ in calls} == {choice}, what
@@ -779,8 +797,8 @@ def test_every_finished_walk_over_a_grammar_is_a_valid_call(tokenizers, family):
 def test_a_grammar_leaves_text_free_until_a_marker_and_then_only_declared_calls(tokenizers):
     tokenizer, ll = tokenizers[1], tokenizers[1][0]
     for family in sorted(set(WRITERS) - {"harmony"}):
-        grammar = tool_calls.tool_grammar(
-            FAMILY[family], declared()[:1], "auto", True, "format", {}
+        grammar = tool_calls.ToolGrammar(FAMILY[family], {}).text(
+            declared()[:1], "auto", True, "format"
         )
         plain = " to=user<|message|>Hello" if family == "muse" else "Hello, if a < b [x] {y} then"
         good, _ = write(family, "", [("lookup", {"q": "ab"})], "")
@@ -799,33 +817,42 @@ def test_case_34_required_and_named_leave_no_room_for_prose_or_for_no_call(token
     ll, _, eos, _ = tokenizers[1]
     for family in sorted(WRITERS):
         for choice in ("required", "lookup"):
-            grammar = tool_calls.tool_grammar(FAMILY[family], declared(), choice, True, "off", {})
+            grammar = tool_calls.ToolGrammar(FAMILY[family], {}).text(
+                declared(), choice, True, "off"
+            )
             for prose in (b"Hello", b" Hello"):
                 tokens = [*prose, eos]
                 assert compiled(tokenizers[1], grammar).validate_tokens(tokens) <= 1, family
             assert not compiled(tokenizers[1], grammar).is_accepting()
-    assert tool_calls.tool_grammar(FAMILY["glm"], declared(), "nope", True, "format", {}) is None
+    assert (
+        tool_calls.ToolGrammar(FAMILY["glm"], {}).text(declared(), "nope", True, "format") is None
+    )
 
 
 def test_off_constrains_only_what_was_asked_to_be_guaranteed():
     tools = declared()
-    assert tool_calls.tool_grammar(FAMILY["glm"], tools, "auto", True, "off", {}) is None
-    assert tool_calls.tool_grammar(FAMILY["glm"], [], "required", True, "format", {}) is None
+    assert tool_calls.ToolGrammar(FAMILY["glm"], {}).text(tools, "auto", True, "off") is None
+    assert tool_calls.ToolGrammar(FAMILY["glm"], {}).text([], "required", True, "format") is None
     for choice, offered in (
         ("required", tools),
         ("lookup", tools),
         ("auto", [function("f", True)]),
     ):
-        assert tool_calls.tool_grammar(FAMILY["glm"], offered, choice, True, "off", {})
+        assert tool_calls.ToolGrammar(FAMILY["glm"], {}).text(offered, choice, True, "off")
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused():
-    for schema in (
-        {"type": "string", "format": "date"},
-        {"type": "string", "pattern": "a"},
-        {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]},
+    bare, gemma, recursive = ["qwen3_xml", "glm"], ["gemma4"], {"$ref": "#/properties/x"}
+    recursive = {"type": "object", "properties": {"y": recursive}}
+    for schema, named, families in (
+        ({"type": "string", "format": "date"}, "format", bare + gemma),
+        ({"type": "string", "pattern": "a"}, "pattern", bare + gemma),
+        ({"type": "string", "maxLength": 3}, "maxLength", bare + gemma),
+        ({"type": "array", "minItems": 1}, "minItems", gemma),
+        (recursive, "within itself", gemma),
+        ({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]}, "a string or", bare),
     ):
         tool = function("f", True, x=schema)
-        for family in ("qwen3_xml", "glm") if "anyOf" in schema else ("qwen3_xml", "gemma4"):
-            with pytest.raises(ValueError, match="cannot be enforced"):
-                tool_calls.tool_grammar(FAMILY[family], [tool], "required", True, "format", {})
+        for family in families:
+            with pytest.raises(ValueError, match=f"{named}.*cannot be enforced"):
+                tool_calls.ToolGrammar(FAMILY[family], {}).text([tool], "required", True, "format")
