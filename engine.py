@@ -1005,7 +1005,7 @@ class Engine:
                 self.slots[job.id_slot] = None
 
     def _drop(self, job: Job) -> None:
-        if job in self.waiting:
+        if not job.ended and job in self.waiting:
             self.waiting.remove(job)
         elif not job.ended:
             self.backend.cancel(job)

@@ -576,15 +576,20 @@ def test_a_stalled_reader_is_cut_by_the_write_timeout():
         assert served.app.gone == [exchange]
 
 
+def read_slowly(sock):
+    """Bytes received until the server closes; slowly in the first second."""
+    received, started = 0, time.monotonic()
+    while piece := sock.recv(1 << 20):
+        received += len(piece)
+        time.sleep(0.01 if time.monotonic() - started < 1 else 0)
+    return received
+
+
 def test_a_slow_reader_that_goes_on_reading_is_not_cut():
     limits = {"write_timeout": 0.3, "idle_timeout": 0.1, "linger_timeout": 0.1}
     with serving(**limits) as served, served.connect(receive_buffer=200_000) as sock:
         sock.sendall(request("/big?n=30000000", Connection="close"))
-        received, started = 0, time.monotonic()
-        while piece := sock.recv(1 << 20):
-            received += len(piece)
-            time.sleep(0.01 if time.monotonic() - started < 1 else 0)  # the slow reader
-        assert received > 30_000_000
+        assert read_slowly(sock) > 30_000_000
 
 
 def test_a_body_larger_than_the_bound_is_one_answer_not_a_stall():
@@ -824,11 +829,7 @@ def test_a_slow_tls_reader_gets_all_of_a_last_answer(tls_contexts):
     limits = {"idle_timeout": 0.1, "linger_timeout": 0.1}
     with serving_tls(tls_contexts, **limits) as (_, connect), connect(200_000) as sock:
         sock.sendall(request("/big?n=30000000", Connection="close"))
-        received, started = 0, time.monotonic()
-        while piece := sock.recv(1 << 20):
-            received += len(piece)
-            time.sleep(0.01 if time.monotonic() - started < 1 else 0)  # the slow reader
-        assert received > 30_000_000
+        assert read_slowly(sock) > 30_000_000
 
 
 @pytest.mark.parametrize("path", ["/hold", "/start"])

@@ -717,9 +717,8 @@ EDGES = [
 
 @pytest.mark.parametrize("body", EDGES, ids=str)
 def test_settings_at_the_edge_do_not_make_the_generator_fail(server, body):
-    before = server.ok("/tokenize", {"content": "x"})
     server.ok("/completion", {"prompt": "a", "n_predict": 4, "ignore_eos": True} | body)
-    assert "the generator failed" not in server.log() and before
+    assert "the generator failed" not in server.log()
 
 
 def test_a_budget_message_of_half_a_character_is_said_as_far_as_it_can_be(server):
