@@ -405,8 +405,7 @@ class Scanner:
         self.ids = {i: mark for i, mark in (ids or {}).items() if mark in marks}
         self.marks = tuple(mark for mark in marks if mark not in self.ids.values())
         self.firsts = frozenset(mark[0] for mark in self.marks)
-        # space: the white space that `glue` left out before the mark found last
-        self.glue, self.leading, self.space = glue, False, ""
+        self.glue, self.leading = glue, False
         self.held: list[Piece] = []
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> tuple[list[Piece], str, str]:
@@ -430,8 +429,7 @@ class Scanner:
 
     def finish(self) -> list[Piece]:
         """What was held, when the text ends without a mark."""
-        released, self.held = self.held, []
-        return released
+        return self._release(INF)
 
     def _keep_from(self, whole: str) -> int:
         """The first position from which on the text may still become a mark."""
@@ -450,7 +448,7 @@ class Scanner:
                 keep -= 1
         return keep
 
-    def _release(self, keep: int) -> list[Piece]:
+    def _release(self, keep: float) -> list[Piece]:
         released, position = [], 0
         while self.held and position + len(self.held[0][0]) <= keep:
             position += len(self.held[0][0])
@@ -461,7 +459,7 @@ class Scanner:
         """Everything before `start`, white space before the mark left out with `glue`."""
         whole = "".join(t for t, _ in self.held)[:start]
         keep = len(whole.rstrip()) if self.glue else start
-        pieces, position, self.space = [], 0, whole[keep:]
+        pieces, position = [], 0
         for text, ids in self.held:
             pieces.append((text[: max(0, keep - position)], ids))
             position += len(text)
@@ -765,6 +763,8 @@ def check_messages(messages: list[Any], model: Model) -> list[dict[str, Any]]:
     A `developer` message becomes a system message where the template does not know the role, and
     is joined with the system message that is there.
     """
+    sizes = [len(x) for m in messages if isinstance(m, dict) for x in m.values() if type(x) is list]
+    check(sum(sizes), "messages (parts and calls)", Field(int, 0, MAX_MESSAGES))
     out, merged, merging = list[dict[str, Any]](), list[str](), False
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
@@ -1597,8 +1597,7 @@ def get_models(app: App, body: dict[str, Any]) -> Any:
 
 def post_tokenize(app: App, body: dict[str, Any]) -> Any:
     model = app.model
-    special = body.get("parse_special", True) is not False
-    encode = partial(model.tokenize, special=special, name="content")
+    encode = partial(model.tokenize, special=body.get("parse_special") is not False, name="content")
     bos = model.bos if body.get("add_special") is True else []
     ids = bos + parts_ids(model, body.get("content", ""), "content", encode)
     if body.get("with_pieces") is not True:

@@ -620,3 +620,13 @@ def test_what_a_running_request_needs_no_more_is_not_kept():
     model = SimpleNamespace(info=info, args=args, defaults={"samplers": []})
     task = serve.Task(None, model, fields, [("p", [1])])
     assert task.fields == {"stream": True, "stop": ["a"]}
+
+
+@pytest.mark.parametrize("name", ["content", "tool_calls"])
+def test_parts_and_calls_are_bounded_over_all_messages(fake_server, name):
+    """A million calls took a worker ten seconds."""
+    item = {"type": "text", "text": "", "function": {}}
+    messages = [{"role": "assistant", name: [item] * 5000}, {"role": "user", "content": "x"}]
+    server = fake_server(["x"])
+    server.ok("/apply-template", {"messages": messages * 2})
+    server.refused("/apply-template", {"messages": messages * 3}, "parts and calls")

@@ -279,6 +279,17 @@ Steps = Generator[None, None, Any]  # a part of the parser: yields where it need
 ToolDelta = tuple[str, str]  # "content", "reasoning" or "arguments" and a text; "call" and a name
 
 
+class SpacedScanner(Scanner):
+    """Also keeps the white space that `glue` left out before the mark found last."""
+
+    space = ""
+
+    def _cut(self, start: int) -> Any:
+        whole = "".join(text for text, _ in self.held)[:start]
+        self.space = whole[len(whole.rstrip()) :]
+        return super()._cut(start)
+
+
 class ToolParser:
     """Tells calls from text: a coroutine over `text`, code that yields where it needs more.
 
@@ -298,9 +309,9 @@ class ToolParser:
         self.bare, self.silent = "{" in self.openers, family.silent.split()
         marks = [*(HEADS[:2] if family.plain else ()), *self.silent, *self.openers.keys() - {"{"}]
         starts = HEADS[2:] if family.plain else ["{"] if self.bare else []
-        self.scanner = Scanner([*marks, *starts], self.ids, glue=True)
+        self.scanner = SpacedScanner([*marks, *starts], self.ids, glue=True)
         self.scanner.leading = bool(starts)  # these count at the start only
-        self.later = Scanner(marks, self.ids, glue=True)
+        self.later = SpacedScanner(marks, self.ids, glue=True)
         self.n_calls = 0  # complete ones
         self.announced = self.over = False
         self.kind = "content"
