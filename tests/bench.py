@@ -251,6 +251,7 @@ def null_backend(eng, generator, model_dir):
                     update.end = eng.EndKind.LIMIT
                 update.n_decoded, update.prompt_s = n, 0.001
                 update.predicted_s = now - job.handle
+                job.n_decoded = n
                 updates.append(update)
             return updates
 
@@ -602,8 +603,8 @@ VARIANTS = {
 def pin(core):
     if core == ANY_CORE and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
-    elif hasattr(os, "sched_setaffinity") and core in os.sched_getaffinity(0):
-        os.sched_setaffinity(0, {core})
+    elif hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {core})  # also one that the parent has pinned itself away from
 
 
 def rss_bytes(pid):
