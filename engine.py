@@ -6,8 +6,9 @@ batches, one `loop.call_soon_threadsafe` per step, never one per token:
 
     event loop:     Engine.submit / cancel -> commands
     engine thread:  commands -> admit waiting jobs to free slots -> backend.iterate() -> batch
-                    -> job.params.watch, which may have a text injected before the next step
-    event loop:     Engine._on_batch -> job.on_update(update) for each job of the batch
+                    -> job.watch, which may have a text injected before the next step
+    event loop:     Engine._on_batch -> job.on_update(update) for each job of the batch, and when
+                    all have heard theirs job.on_told(): what is sent is made first, for all
 
 The hand-over is bounded: with MAX_UNDELIVERED batches not yet taken the engine thread waits, so a
 slow event loop slows the model instead of piling up tokens. The thread sleeps on an event when
@@ -125,9 +126,6 @@ class GenerationParams:
     visible_ids: frozenset[int] = frozenset()  # control tokens to show: markers of the tool format
     banned_strings: list[str] = field(default_factory=list)
     grammar: Any = None  # what Backend.compile_grammar returned, one per job
-    # Called on the engine thread with what each step says, with nothing before the first one. The
-    # text that it returns is what the job says next
-    watch: Callable[[list[Piece]], str] | None = None
 
 
 @dataclass(slots=True)
@@ -179,7 +177,11 @@ class Job:
 
     params: GenerationParams
     on_update: Callable[[Update], None]
+    on_told: Callable[[], None] = lambda: None  # after on_update, when all jobs have heard theirs
     owner: Any = None  # the event loop's own
+    # Called on the engine thread with what each step says, with nothing before the first one. The
+    # text that it returns is what the job says next
+    watch: Callable[[list[Piece]], str] | None = None
     id_task: int = -1
     id_slot: int = -1  # the slot held, -1 while waiting
     started: float = 0.0  # time.perf_counter(); 0 until a slot was free
@@ -549,6 +551,12 @@ class Exl3Backend:
     def _take(self, update: Update, result: dict[str, Any]) -> None:
         job, h = update.job, update.job.handle
         match result["stage"]:
+            case "streaming":
+                self._add_piece(update, result, result.get("text", ""))
+                if h.filters_suspended and h.forced_ids is None:
+                    for grammar in h.filters:
+                        grammar.trigger_token = None  # it was in the injected text
+                    h.set_filters(h.filters)  # an injected text is through, the grammar starts anew
             case "started":
                 update.started = not job.n_decoded  # later rounds of a job start again
             case "prefill" if not job.n_decoded:
@@ -556,12 +564,6 @@ class Exl3Backend:
             case "error":
                 log.error("job %d failed", job.id_task, exc_info=result["error"])
                 update.end, update.error = EndKind.FAILED, f"the engine failed: {result['error']}"
-            case "streaming":
-                self._add_piece(update, result, result.get("text", ""))
-                if h.filters_suspended and h.forced_ids is None:
-                    for grammar in h.filters:
-                        grammar.trigger_token = None  # it was in the injected text
-                    h.set_filters(h.filters)  # an injected text is through, the grammar starts anew
         if "eos_reason" in result:
             update.end = EndKind(result["eos_reason"])
         if update.end is EndKind.GRAMMAR and job.params.grammar._matcher.is_error():
@@ -951,6 +953,8 @@ class Engine:
         for update in updates:
             if not update.job.cancelled or update.end is not None:
                 update.job.on_update(update)
+        for update in updates:
+            update.job.on_told()
 
     # -- engine thread --
 
@@ -981,8 +985,7 @@ class Engine:
         except BaseException as exc:  # exllamav3's generator is broken; also a panic in Rust
             self._recover(exc)
         while self.fatal and self.waiting:
-            job = self.waiting.popleft()
-            self._tell(Update(job, end=EndKind.FAILED, error=self.fatal))
+            self._tell(Update(self.waiting.popleft(), end=EndKind.FAILED, error=self.fatal))
         # 4) hand over, at most MAX_UNDELIVERED ahead of the event loop
         if self._updates:
             self._room.acquire()
@@ -996,7 +999,7 @@ class Engine:
         if job.ended:
             return
         self._updates.append(update)
-        if update.end not in (EndKind.CANCELLED, EndKind.FAILED):
+        if update.end is None or update.end not in (EndKind.CANCELLED, EndKind.FAILED):
             job.last = update  # those two have no figures of their own
         if update.end is not None:
             job.ended = True
@@ -1022,8 +1025,7 @@ class Engine:
 
     def _watch(self, job: Job, pieces: list[Piece]) -> None:
         """Before the next step: the event loop hears of a token when later ones are made."""
-        watch = job.params.watch
-        if watch is not None and not job.ended and (text := watch(pieces)):
+        if job.watch is not None and not job.ended and (text := job.watch(pieces)):
             self.backend.inject(job, text)
 
     def _admit(self) -> None:

@@ -9,8 +9,8 @@ The life of a generating request:
     App.on_head      route, key, Host and Origin checks               before the body is read
     prepare (worker) JSON -> checks -> template -> tokens -> grammar  all that can refuse: 400
     Answer.begin     n jobs to the engine, SSE headers                the status line
-    Answer.on_update piece -> ThoughtSplitter -> stop Scanner -> deltas
-                     -> dialect frames -> one Exchange.write per request and step
+    Answer.on_update piece -> ThoughtSplitter -> stop Scanner -> deltas -> dialect frames; when the
+                     step is told to all -> one Exchange.write per request and step
 
 Text stages are plain objects with feed() and finish(); a request that does not stream collects
 the very same deltas, so both modes cannot differ.
@@ -414,13 +414,12 @@ class Scanner:
         glued = self.glue and text[-1:].isspace()
         if not (self.held or glued or named) and self.firsts.isdisjoint(text):
             return [(text, ids)], "", ""
-        position = sum(len(t) for t, _ in self.held)
         self.held.append((text, ids))
         whole = "".join(t for t, _ in self.held)
         marks = [(m, whole.find(m)) for m in self.marks]
         if named:  # a token without a text stands at the end of its piece
             mark = next(self.ids[i] for i in ids if i in self.ids)
-            marks = [(mark, position + (text + mark).find(mark))]
+            marks = [(mark, len(whole) - len(text) + (text + mark).find(mark))]
         ends = [(start + len(mark), start, mark) for mark, start in marks if start >= 0]
         end, start, mark = min(ends, default=(0, 0, ""))
         if mark and not (self.leading and whole[:start].strip()):
@@ -516,9 +515,12 @@ class Pipeline:
 
     def feed(self, text: str, ids: Sequence[int]) -> list[Delta]:
         """The deltas of one piece; after `stopped` is set there are no more."""
-        if self.split is None or self.split.done:
-            return self._answer(text, ids) if text else []
-        return self._deltas(self.split.feed(text, ids))
+        if self.split is not None and not self.split.done:
+            return self._deltas(self.split.feed(text, ids))
+        # Most tokens of most answers
+        if self.stop.firsts.isdisjoint(text) and not (self.stop.held or self.stopped):
+            return [("content", text)] if text else []
+        return self._answer(text, ids) if text else []
 
     def _deltas(self, parts: list[Part]) -> list[Delta]:
         deltas: list[Delta] = []
@@ -529,8 +531,6 @@ class Pipeline:
     def _answer(self, text: str, ids: Sequence[int]) -> list[Delta]:
         if self.stopped:
             return []
-        if not self.stop.held and self.stop.firsts.isdisjoint(text):  # most tokens of most answers
-            return [("content", text)]
         pieces, self.stopped, _ = self.stop.feed(text, ids)
         return [("content", text) for text, _ in pieces]
 
@@ -860,7 +860,7 @@ def prepare_chat(dialect: type, model: Model, body: dict[str, Any]) -> Task:
 
 class ThoughtWatch:
     """Ends a thought that is over its budget, or when /control asks for it. The engine thread
-    calls it after every step, and says next what it returns (GenerationParams.watch)."""
+    calls it after every step, and says next what it returns (Job.watch)."""
 
     def __init__(self, model: Model, in_thought: bool, budget: int, closing: str) -> None:
         self.splitter = ThoughtSplitter(model.think, model.think_ids, in_thought)
@@ -916,8 +916,8 @@ prompt_rates = lru_cache(512)(partial(rates, "prompt"))  # sent with every token
 class Choice:
     """One answer to one prompt: its job, its text pipeline and what came of it so far."""
 
-    def __init__(self, index: int, task: Task, model: Model, listener: Callable[..., None]) -> None:
-        self.index, self.model = index, model
+    def __init__(self, index: int, task: Task, model: Model, answer: Answer) -> None:
+        self.index, self.task, self.model = index, task, model
         self.prompt, ids = task.prompts[index // task.n]
         self.n_prompt = len(ids)
         params = eng.GenerationParams(prompt_ids=ids, **task.params)
@@ -932,8 +932,8 @@ class Choice:
         self.lead = task.lead  # goes in front of the first delta; no stop is looked for in it
         if task.flag("echo") and task.dialect is TextDialect:
             self.lead = self.prompt if isinstance(self.prompt, str) else model.backend.decode(ids)
-        self.watch = params.watch = task.watch() if task.watch else None
-        self.job = eng.Job(params, partial(listener, self), task)
+        tell, watch = answer.on_update, task.watch and task.watch()
+        self.job = eng.Job(params, tell, tell, self, watch)
         self.last = eng.Update(self.job, progress=0)  # the newest figures
         self.n_decoded = 0  # tokens in what was sent
         self.stop_type = ""  # eos, limit or word, once it has ended
@@ -947,8 +947,7 @@ class Choice:
 
     def take_probs(self, piece: eng.Piece, deltas: list[Delta]) -> None:
         """A piece's log-probabilities wait for its text; those of a stop string are dropped."""
-        eos = self.model.info.eos_ids
-        if piece.probs is not None and not (piece.ids[0] in eos and not piece.text):
+        if piece.probs is not None and (piece.text or piece.ids[0] not in self.model.info.eos_ids):
             pairs = zip(piece.ids, piece.probs, strict=True)
             self.waiting.append([prob_entry(self.model, i, p, top) for i, (p, top) in pairs])
         out = len(deltas) if self.pipeline.stopped else len(self.waiting) - self.pipeline.n_held
@@ -1056,7 +1055,7 @@ class OpenAIDialect(Dialect):
 
     def whole(self, choices: list[Any], kind: str) -> bytes:
         answer = {"choices": choices} | self.common | {"object": kind, "usage": self.usage()}
-        return dumps(answer | {"timings": json.loads(self.choices[0].timings())})
+        return dumps(answer)[:-1] + b',"timings":%b}' % self.choices[0].timings()
 
     def close(self) -> bytes:
         """The usage chunk, if asked for, and the end mark."""
@@ -1135,11 +1134,10 @@ class LlamaDialect(Dialect):
     def result(self, choice: Choice) -> dict[str, Any]:
         """The last event of a choice; without streaming also what was said."""
         text, n = choice.text_of("content"), choice.n_prompt + choice.n_decoded
-        tokens = choice.tokens if self.task.flag("return_tokens") else []
+        tokens = choice.tokens if self.task.flag("return_tokens") and not self.stream else []
         prompt, ids = choice.prompt, choice.job.params.prompt_ids
         full = choice.stop_type == "limit" and n >= self.model.info.n_ctx - 1
-        whole = {"index": choice.index, "content": "", "tokens": list[int]()}
-        whole |= {} if self.stream else {"content": text, "tokens": tokens}
+        whole = {"index": choice.index, "content": "" if self.stream else text, "tokens": tokens}
         whole |= {"id_slot": choice.job.id_slot, "stop": True, "model": self.model.alias}
         whole |= {"tokens_predicted": choice.n_decoded, "tokens_evaluated": choice.n_prompt}
         whole |= {"generation_settings": generation_settings(self.task.fields, self.task.params)}
@@ -1179,9 +1177,8 @@ class Answer:
     """One exchange with its choices, from the first job to the last byte."""
 
     def __init__(self, app: App, exchange: Exchange, task: Task) -> None:
-        self.app, self.exchange = app, exchange
-        n = task.n * len(task.prompts)
-        self.choices = [Choice(i, task, app.model, self.on_update) for i in range(n)]
+        self.app, self.exchange, self.unsent = app, exchange, b""
+        self.choices = [Choice(i, task, app.model, self) for i in range(task.n * len(task.prompts))]
         self.dialect = task.dialect(task, app.model, self.choices)
         self.stream = task.flag("stream")
         self.shows_progress = self.stream and task.flag("return_progress")
@@ -1198,7 +1195,8 @@ class Answer:
         if self.stream:
             self.exchange.start(200, SSE_HEADERS)
             # The first progress, if it is asked for: nothing is processed yet
-            self.on_update(self.choices[0], self.choices[0].last)
+            self.on_update(self.choices[0].last)
+            self.on_update()
 
     def cancel(self) -> None:
         """Nothing more is to be sent: all is said, the client is gone, or one choice failed. What
@@ -1207,48 +1205,52 @@ class Answer:
         for choice in self.choices:
             self.app.engine.cancel(choice.job)
 
-    def on_update(self, choice: Choice, update: eng.Update) -> None:
-        """What one step says of one choice. An error here must not reach the other answers."""
-        if choice.stop_type or self not in self.app.answers:
-            return
+    def on_update(self, update: eng.Update | None = None) -> None:
+        """What one step says of one choice. None: the step is told to all, what it said is sent. To
+        make all before any is sent costs a tenth less: either stays in the CPU's caches.
+        """
         try:
-            self.step(choice, update)
+            if update is None:
+                frames, self.unsent = self.unsent, b""
+                self.exchange.write(frames)
+            elif not update.job.cancelled:  # else nothing more is wanted of it
+                self.step(update.job.owner, update)
         except Exception:  # ours, not the client's: end this answer, keep the delivery going
             log.exception("an answer failed")
             with contextlib.suppress(Exception):  # it may be the last write that failed
-                self.finish(error=ApiError(500, "internal error"))
+                self.finish(ApiError(500, "internal error"))
 
     def step(self, choice: Choice, update: eng.Update) -> None:
-        """Sends what is new. The end is one more piece: the text that was held."""
-        frames, first, choice.last = b"", not choice.last.n_decoded, update
+        """Takes what is new."""
+        first, choice.last = not choice.last.n_decoded, update
         # Not every step says something of the prompt
         if first and self.shows_progress and (update.progress is not None or update.n_decoded):
-            frames = self.dialect.progress(choice)
-        late = False
+            self.unsent += self.dialect.progress(choice)
         for piece in update.pieces:
-            frames += self.feed(choice, piece, choice.pipeline.feed(piece.text, piece.ids))
+            self.feed(choice, piece, choice.pipeline.feed(piece.text, piece.ids))
             late = update.predicted_s > self.max_predict_s and "\n" in piece.text
             if choice.pipeline.stopped or late:
+                self.app.engine.cancel(choice.job)
+                choice.stop_type = "limit"
                 break
-        if choice.pipeline.stopped or late:
-            self.app.engine.cancel(choice.job)
-            choice.stop_type = "limit"
-        elif update.end is eng.EndKind.FAILED:
-            return self.finish(error=ApiError(503 if update.retry else 500, update.error))
-        elif update.end is not None:
+        if choice.stop_type or update.end is not None:
+            self.end(choice, update)
+
+    def end(self, choice: Choice, update: eng.Update) -> None:
+        """The end is one more piece: the text that was held."""
+        if not choice.stop_type:
+            if update.end is eng.EndKind.FAILED:
+                return self.finish(ApiError(503 if update.retry else 500, update.error))
             choice.n_decoded = max(choice.n_decoded, update.n_decoded)
             choice.stop_type = "limit" if update.end is eng.EndKind.LIMIT else "eos"
-        if choice.stop_type:
-            last = eng.Piece("", [], choice.n_decoded)
-            frames += self.feed(choice, last, choice.pipeline.finish())
-            if choice.pipeline.stopped:  # perhaps only now, in text that was held
-                choice.stop_type = "word"
-            frames += self.dialect.end(choice) if self.stream else b""
-            if all(c.stop_type for c in self.choices):
-                return self.finish(frames)
-        self.exchange.write(frames)
+        self.feed(choice, eng.Piece("", [], choice.n_decoded), choice.pipeline.finish())
+        if choice.pipeline.stopped:  # perhaps only now, in text that was held
+            choice.stop_type = "word"
+        self.unsent += self.dialect.end(choice) if self.stream else b""
+        if all(c.stop_type for c in self.choices):
+            self.finish()
 
-    def feed(self, choice: Choice, piece: eng.Piece, deltas: list[Delta]) -> bytes:
+    def feed(self, choice: Choice, piece: eng.Piece, deltas: list[Delta]) -> None:
         choice.n_decoded = piece.n_decoded
         if piece.probs or choice.waiting:
             choice.take_probs(piece, deltas)
@@ -1257,13 +1259,14 @@ class Answer:
         if self.keeps:
             choice.deltas += deltas
             choice.tokens += piece.ids
-        return self.dialect.piece(choice, deltas, piece.ids) if self.stream else b""
+        self.unsent += self.dialect.piece(choice, deltas, piece.ids) if self.stream else b""
 
-    def finish(self, frames: bytes = b"", error: ApiError | None = None) -> None:
+    def finish(self, error: ApiError | None = None) -> None:
         """The last bytes. An error has its route's own form and never looks like success."""
         self.cancel()
         if self.stream:
-            self.exchange.end(self.dialect.error(error) if error else frames + self.dialect.close())
+            end = self.dialect.close() if error is None else self.dialect.error(error)
+            self.exchange.end(self.unsent + end)
         elif error:
             self.exchange.respond(self.app.error_response(error, self.exchange.request))
         else:
@@ -1442,6 +1445,10 @@ class App:
         self.engine = eng.Engine(backend, self.args.parallel, self.loop, on_fatal=self.stop)
         self.engine.max_recoveries = self.args.recovery_attempts
         self.model, self.ready = model, True
+        with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
+            # On a core that they share the engine goes on with its next step when it hands over a
+            # batch, and the event loop sends it when the engine waits
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
     def stop(self, reason: str = "") -> None:
         """Begins the end: a signal, a failed load or a dead engine. A second signal is at once."""
@@ -1502,7 +1509,7 @@ def get_slots(app: App, query: dict[str, str]) -> Any:
         row: dict[str, Any] = {"id": i, "n_ctx": app.model.info.n_ctx, "speculative": False}
         row |= {"is_processing": job is not None, "n_past": 0}
         if job is not None:
-            last, task = job.last or eng.Update(job), job.owner
+            last, task = job.last or eng.Update(job), job.owner.task
             n, n_prompt = last.n_decoded, len(job.params.prompt_ids)
             n_taken, n_left = n_prompt if n else last.progress or 0, job.params.max_tokens - n
             n_cached = min(n_taken, last.n_cached)
@@ -1561,7 +1568,7 @@ def post_control(app: App, body: dict[str, Any]) -> Any:
     name = check(body.get("id"), "id", Field(str, 1))
     check(body.get("action"), "action", Field(("reasoning_end",)))
     found = [a for a in list(app.answers) if getattr(a.dialect, "common", {}).get("id") == name]
-    watches: list[Any] = [choice.watch for answer in found for choice in answer.choices]
+    watches: list[Any] = [choice.job.watch for answer in found for choice in answer.choices]
     if None in watches:
         return {"success": False, "message": "reasoning control not enabled for this completion"}
     for watch in watches:
@@ -1849,7 +1856,7 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     server.stop_accepting()
     await server.wait_idle(0 if failure else args.drain_seconds)
     for answer in list(app.answers):
-        answer.finish(error=ApiError(503, "the server is shutting down"))
+        answer.finish(ApiError(503, "the server is shutting down"))
     await server.wait_idle(0.5)
     server.close()
     if app.ready:

@@ -264,7 +264,7 @@ class JobGrammar(RuleBasedStateMachine):
 
     @rule(listener=jobs)
     def inject(self, listener):
-        listener.job.params.watch = lambda pieces: "text"
+        listener.job.watch = lambda pieces: "text"
 
     @precondition(lambda self: self.loop.calls)
     @rule()
@@ -516,7 +516,7 @@ def test_injected_text_comes_next():
         said.extend(piece.text for piece in pieces)
         return "!" if said == ["a"] else ""
 
-    listener.job.params.watch = watch
+    listener.job.watch = watch
     run_dry(engine)
     assert listener.text == "a!b"
     assert said == ["a", "!", "b"]  # the step that ends the job says no more
@@ -525,10 +525,22 @@ def test_injected_text_comes_next():
 def test_what_a_watch_wants_before_the_first_step_is_said_first():
     engine, listener = by_hand(fake(["a"]), 1), Listener()
     texts = iter(["?"])
-    listener.job.params.watch = lambda pieces: next(texts, "")
+    listener.job.watch = lambda pieces: next(texts, "")
     engine.submit(listener.job)
     run_dry(engine)
     assert listener.text == "?a"
+
+
+def test_all_jobs_of_a_batch_have_heard_theirs_before_one_is_told_so():
+    engine, order = by_hand(fake(["a"]), 2), []
+    for name in "12":
+        listener = Listener()
+        listener.job.on_update = lambda update, name=name: order.append(f"heard {name}")
+        listener.job.on_told = lambda name=name: order.append(f"told {name}")
+        engine.submit(listener.job)
+    engine._pass()
+    engine._loop.deliver_all()
+    assert order == ["heard 1", "heard 2", "told 1", "told 2"]
 
 
 def test_totals_are_the_final_figures_of_every_job_that_ended_however_it_did():
@@ -663,7 +675,7 @@ def eventful_run(engine):
 
     def inject(listener):
         texts = iter(["!"])
-        listener.job.params.watch = lambda pieces: next(texts, "")
+        listener.job.watch = lambda pieces: next(texts, "")
 
     def turn(n=1):
         for _ in range(n):

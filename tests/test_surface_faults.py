@@ -163,6 +163,7 @@ PLACES = {
     "watch": (lambda s: (exl3_serve.ThoughtWatch, "__call__"), planted(RuntimeError), {"error"}),
     "text": (lambda s: (exl3_serve.Pipeline, "feed"), planted(RuntimeError), {"error"}),
     "step": (lambda s: (exl3_serve.Answer, "step"), planted(RuntimeError), {"error"}),
+    "last piece": (lambda s: (exl3_serve.Answer, "end"), planted(RuntimeError), {"error"}),
     "piece": (lambda s: (exl3_serve.Answer, "feed"), planted(RuntimeError), {"error"}),
     "end": (lambda s: (exl3_serve.Answer, "finish"), planted(RuntimeError), {"error"}),
     "write": (lambda s: (http11.Exchange, "write"), reset_instead, {"cut"}),
