@@ -23,8 +23,8 @@ slots wait first in, first out. A job that fails alone ends alone; when `iterate
 in a slot fails, the backend is rebuilt over the loaded model and the waiting jobs go on
 (`_recover`); when that fails too, the engine is dead and says why in `Engine.fatal`.
 
-Two backends keep the `Backend` contract: `Exl3Backend` (the real exllamav3) and `FakeBackend`
-(no torch, deterministic, paced; for trying clients and for tests). torch and exllamav3 are
+Two backends keep one contract, told at `FakeBackend` (no torch, deterministic, paced; for trying
+clients and for tests); the other is `Exl3Backend` (the real exllamav3). torch and exllamav3 are
 imported only inside functions that need a real model: importing exllamav3 can compile CUDA code
 for minutes, and `--help` and `--fake` must start at once.
 
@@ -34,13 +34,14 @@ they are written on the wire), sizes are `*_bytes`. Token ids are plain Python i
 Not here, on purpose: stop *strings*, reasoning tags and tool calls (text matters, exl3_serve.py),
 sampling defaults (requests decide), HTTP.
 
-Reading order: data, contract, fake, exllamav3 backend, engine thread.
+Reading order: data, fake, exllamav3 backend, engine thread.
 """
 
 from __future__ import annotations
 
 import ast
 import codecs
+import contextlib
 import copy
 import importlib.util
 import itertools
@@ -59,7 +60,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from math import inf, prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 log = logging.getLogger("exl3_serve.engine")
 
@@ -73,9 +74,8 @@ RECOVERY_WINDOW_S = 60.0  # Engine.max_recoveries are counted within this time
 
 # Sampling keys the engine understands: llama-server's names, each with the value that turns it off.
 NEUTRAL_SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-NEUTRAL_SAMPLING |= {"xtc_probability": 0.0, "xtc_threshold": 0.1}
-NEUTRAL_SAMPLING |= {"repeat_penalty": 1.0, "repeat_last_n": 64}
-NEUTRAL_SAMPLING |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+NEUTRAL_SAMPLING |= {"xtc_probability": 0.0, "xtc_threshold": 0.1, "repeat_penalty": 1.0}
+NEUTRAL_SAMPLING |= {"repeat_last_n": 64, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 NEUTRAL_SAMPLING |= {"dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2}
 NEUTRAL_SAMPLING |= {"dry_penalty_last_n": 64, "dry_sequence_breakers": ["\n", ":", '"', "*"]}
 NEUTRAL_SAMPLING |= {"adaptive_target": -1.0, "adaptive_decay": 0.9}
@@ -91,6 +91,15 @@ class LoadError(Exception):
 
 class BadGrammar(ValueError):
     """A grammar or schema that does not compile; the text is the compiler's reason."""
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Whatever fails in the block becomes a LoadError that names the file or option."""
+    try:
+        yield
+    except Exception as exc:
+        raise LoadError(f"{what}: {' '.join(str(exc).split())}") from exc
 
 
 # ==== Data ========================================================================================
@@ -125,7 +134,7 @@ class GenerationParams:
     n_probs: int = -1  # -1: none; 0: the sampled token's; n: the n most likely tokens' as well
     visible_ids: frozenset[int] = frozenset()  # control tokens to show: markers of the tool format
     banned_strings: list[str] = field(default_factory=list)
-    grammar: Any = None  # what Backend.compile_grammar returned, one per job
+    grammar: Any = None  # what compile_grammar returned, one per job
 
 
 @dataclass(slots=True)
@@ -192,61 +201,22 @@ class Job:
     handle: Any = None  # the backend's own object
 
 
-# ==== Contract ====================================================================================
-
-
-class Backend(Protocol):
-    """What the engine thread needs of a model. Methods marked * are called from worker threads."""
-
-    info: ModelInfo
-
-    def submit(self, job: Job) -> None:
-        """Takes a job. ValueError or AssertionError fail this job alone."""
-
-    def cancel(self, job: Job) -> None:
-        """Forgets a job that was submitted and has not ended; nothing is heard of it again."""
-
-    def iterate(self) -> list[Update]:
-        """One step: at most one update per job. Any exception means the generator has failed."""
-
-    def remaining(self) -> int:
-        """Jobs submitted and not ended; without any, 1 while steps of housekeeping are left."""
-
-    def inject(self, job: Job, text: str) -> None:
-        """Makes `text` the job's next tokens; a grammar starts anew after them."""
-
-    def rebuild(self) -> None:
-        """Replaces a failed generator over the same model; raises when that is impossible."""
-
-    def close(self) -> None:
-        """Gives up what a retired generator holds."""
-
-    def encode(self, text: str, special: bool) -> list[int]:
-        """* Token ids of a text; `special`: control tokens written in it count as such."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """* Text of token ids, control tokens included, broken characters as U+FFFD."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """* The bytes one token stands for, also where they are no whole character."""
-
-    def single_id(self, text: str) -> int | None:
-        """* The id of the token whose text this is exactly, if there is one."""
-        return None
-
-    def compile_grammar(self, kind: str, source: str, trigger_id: int | None) -> Any:
-        """* A fresh constraint for one job; BadGrammar with the reason.
-
-        `kind` is "json_schema", "lark" or "gbnf". With `trigger_id` it binds from the token after
-        that one, else from the first.
-        """
-
-
 # ==== The fake engine =============================================================================
 
 
-class FakeBackend(Backend):
-    """The contract without a model: one piece a step and job, on its own clock.
+def read_script(path: str) -> list[Any]:
+    """What a fake is to say: texts, bytes, and dicts with "end" or "error"."""
+    items = json.loads(Path(path).read_text("utf-8"))
+    if not isinstance(items, list):
+        raise ValueError("it holds no JSON list of pieces")
+    return [bytes.fromhex(x["hex"]) if type(x) is not str and "hex" in x else x for x in items]
+
+
+class FakeBackend:
+    """A backend without a model: one piece a step and job, on its own clock.
+
+    What its methods say in their first line is the contract that both backends keep; those marked *
+    are called from worker threads, the others from the engine thread only. `info` is fixed.
 
     Prompt tokens are the bytes of the prompt (ids 0-255), 256 ends an answer, ids above name the
     pieces that were said. Nothing is cached, so `n_cached` is always 0. A grammar is checked where
@@ -258,7 +228,8 @@ class FakeBackend(Backend):
     def __init__(self, args: Namespace, model_dir: str) -> None:
         """`args`: `fake_delay` seconds a step, `fake_script` a path or None, `cache_size`."""
         self.delay_s = args.fake_delay
-        self.script = json.loads(Path(args.fake_script).read_text()) if args.fake_script else None
+        with naming(f"--fake-script {args.fake_script}"):
+            self.script = read_script(args.fake_script) if args.fake_script else None
         self.runs: dict[Job, Iterator[Update]] = {}
         self.said: dict[bytes, int] = {}  # the ids of pieces
         engine = {"name": "fake", "server_pid": os.getpid()}
@@ -266,6 +237,7 @@ class FakeBackend(Backend):
         self.info = ModelInfo(model_dir, args.cache_size, self.N_VOCAB, engine, eos, self.EOS)
 
     def submit(self, job: Job) -> None:
+        """Takes a job. ValueError or AssertionError fail this job alone."""
         job.handle = deque()  # texts to inject
         self.runs[job] = self._run(job)
 
@@ -282,9 +254,11 @@ class FakeBackend(Backend):
         yield {"end": "length"}
 
     def cancel(self, job: Job) -> None:
+        """Forgets a job that was submitted and has not ended; nothing is heard of it again."""
         self.runs.pop(job, None)
 
     def iterate(self) -> list[Update]:
+        """One step: at most one update per job. Any exception means the generator has failed."""
         self.step_started = time.perf_counter()
         time.sleep(self.delay_s)
         return [next(run) for run in list(self.runs.values())]
@@ -312,7 +286,7 @@ class FakeBackend(Backend):
                 case {"end": _}:
                     update.end, ids = EndKind.STOP, [*ids, self.EOS]
                 case _:
-                    data = item.encode() if isinstance(item, str) else bytes.fromhex(item["hex"])
+                    data = item.encode() if isinstance(item, str) else item
                     ids = [*ids, self._id_of(data)]
             update.n_decoded = n_said + len(ids)
             if update.end is None and update.n_decoded >= params.max_tokens:
@@ -330,23 +304,29 @@ class FakeBackend(Backend):
             yield update
 
     def remaining(self) -> int:
+        """Jobs submitted and not ended; without any, 1 while steps of housekeeping are left."""
         return len(self.runs)
 
     def inject(self, job: Job, text: str) -> None:
+        """Makes `text` the job's next tokens; a grammar starts anew after them."""
         job.handle.append(text)
 
     def rebuild(self) -> None:
+        """Replaces a failed generator over the same model; raises when that is impossible."""
         self.runs.clear()
 
-    close = rebuild
+    close = rebuild  # gives up what a retired generator holds
 
     def encode(self, text: str, special: bool) -> list[int]:
+        """* Token ids of a text; `special`: control tokens written in it count as such."""
         return list(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Sequence[int]) -> str:
+        """* Text of token ids, control tokens included, broken characters as U+FFFD."""
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
+        """* The bytes one token stands for, also where they are no whole character."""
         if token_id < 256:
             return bytes([token_id])
         return next((data for data, i in self.said.items() if i == token_id), b"")
@@ -356,7 +336,16 @@ class FakeBackend(Backend):
             self.said.clear()
         return data[0] if len(data) == 1 else self.said.setdefault(data, 257 + len(self.said))
 
+    def single_id(self, text: str) -> int | None:
+        """* The id of the token whose text this is exactly, if there is one."""
+        return None
+
     def compile_grammar(self, kind: str, source: str, trigger_id: int | None) -> Any:
+        """* A fresh constraint for one job; BadGrammar with the reason.
+
+        `kind` is "json_schema", "lark" or "gbnf". With `trigger_id` it binds from the token after
+        that one, else from the first.
+        """
         if importlib.util.find_spec("llguidance"):
             _check_grammar(kind, source)
 
@@ -417,14 +406,9 @@ def make_sampler(params: GenerationParams, tokenizer: Any) -> Any:
         stack.append(s.SS_DRY(*dry, max(o["dry_penalty_last_n"], 0), breakers))
     if o["temperature"] <= 0:
         return s.CustomSampler([*stack, s.SS_Argmax()])
-    others = {
-        "top_k": s.SS_TopK(o["top_k"]),
-        "top_p": s.SS_TopP(o["top_p"]),
-        "min_p": s.SS_MinP(o["min_p"]),
-        # it divides by the threshold
-        "xtc": s.SS_XTC(o["xtc_probability"], max(o["xtc_threshold"], 1e-6), []),
-        "temperature": s.SS_Temperature(o["temperature"]),
-    }
+    xtc = s.SS_XTC(o["xtc_probability"], max(o["xtc_threshold"], 1e-6), [])  # it divides by that
+    others = {"top_k": s.SS_TopK(o["top_k"]), "top_p": s.SS_TopP(o["top_p"]), "xtc": xtc}
+    others |= {"min_p": s.SS_MinP(o["min_p"]), "temperature": s.SS_Temperature(o["temperature"])}
     stack += [others[name] for name in o["samplers"] if name in others]
     adaptive = 0 <= o["adaptive_target"] < 1
     last = s.SS_AdaptiveP(o["adaptive_target"], o["adaptive_decay"]) if adaptive else s.SS_Sample()
@@ -440,8 +424,6 @@ GENERATOR_GIB_OPTIONS = "cpu_cache_size disk_cache_size recurrent_cache_size".sp
 # Of the tokens that mark parts of code those that end an answer (llama.cpp, llama-vocab.cpp)
 ENDS_OF_CODE = ("<|fim_pad|>", "<|fim_repo|>", "<|repo_name|>", "<|file_sep|>")
 
-Progress = Callable[[int, int], Any]  # modules loaded, modules in all
-
 
 def without_surrogates(text: str) -> str:
     """JSON may hold halves of a pair, tokenizers take none."""
@@ -455,7 +437,7 @@ class Exl3Backend:
     so `time_generate` spans as many steps as there are tokens.
     """
 
-    def __init__(self, args: Namespace, n_slots: int, argv: list[str], on_progress: Progress):
+    def __init__(self, args: Namespace, n_slots: int, argv: list[str], on_progress: Any):
         """Loads the model; minutes. LoadError, or whatever exllamav3 raises, when it cannot."""
         from exllamav3.model_init import init
 
@@ -495,7 +477,8 @@ class Exl3Backend:
         )
 
     def rebuild(self) -> None:
-        """A new generator over the loaded model and cache, after `close` of the old one."""
+        """A new generator over the loaded model and cache, after `close` of the old one. Raises
+        when that does not work either."""
         from exllamav3 import Generator
 
         old = getattr(self, "generator", None)
@@ -508,6 +491,11 @@ class Exl3Backend:
         options |= {"max_batch_size": self.n_slots, "max_chunk_size": self.args.chunk_size}
         options |= {"dynamic_draft_tokens": self.args.dynamic_draft, "tokenizer": self.tokenizer}
         self.generator = Generator(**self.parts | options | sizes)
+        if old is not None:  # one token shows whether it works
+            self.submit(Job(GenerationParams([self.info.eos_id or 0], max_tokens=1), print))
+            while self.generator.num_remaining_jobs():
+                if any(update.end is EndKind.FAILED for update in self.iterate()):
+                    raise RuntimeError("the new one makes no token")
 
     def submit(self, job: Job) -> None:
         import torch
@@ -516,21 +504,16 @@ class Exl3Backend:
         p = job.params
         n_new, share = max(1, p.max_tokens), self.generator.max_total_tokens // self.n_slots
         too_big = len(p.prompt_ids) + n_new + 1 + self.generator.max_draft_tokens > share
-        job.handle = Exl3Job(
-            input_ids=torch.tensor([p.prompt_ids], dtype=torch.long),
-            max_new_tokens=n_new,
-            # Taken in rounds, it reserves no more of the cache than it needs for now
-            max_rq_tokens=min(n_new, REQUEUE_TOKENS) if too_big else None,
-            sampler=make_sampler(p, self.tokenizer),
-            seed=p.seed,
-            stop_conditions=[] if p.ignore_eos else list(self.info.eos_ids),
-            decode_special_tokens=True,
-            return_top_tokens=max(0, p.n_probs),
-            return_probs=p.n_probs >= 0,
-            filters=[p.grammar] if p.grammar else [],
-            identifier=job,
-            banned_strings=list(map(without_surrogates, p.banned_strings)),
-        )
+        options = {"sampler": make_sampler(p, self.tokenizer), "seed": p.seed, "identifier": job}
+        # Taken in rounds, it reserves no more of the cache than it needs for now
+        options["max_rq_tokens"] = min(n_new, REQUEUE_TOKENS) if too_big else None
+        options["stop_conditions"] = [] if p.ignore_eos else list(self.info.eos_ids)
+        options |= {"max_new_tokens": n_new, "decode_special_tokens": True}
+        options |= {"return_top_tokens": max(0, p.n_probs), "return_probs": p.n_probs >= 0}
+        options["filters"] = [p.grammar] if p.grammar else []
+        options["banned_strings"] = list(map(without_surrogates, p.banned_strings))
+        input_ids = torch.tensor([p.prompt_ids], dtype=torch.long)
+        job.handle = Exl3Job(input_ids=input_ids, **options)
         self.generator.enqueue(job.handle)
 
     def cancel(self, job: Job) -> None:
@@ -669,6 +652,8 @@ OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTE_OF_CHAR = {chr(b): b for b in PRINTABLE} | {chr(256 + i): b for i, b in enumerate(OTHERS)}
 
 
+Backend = FakeBackend | Exl3Backend
+
 # ==== The `engine` block of /props ================================================================
 #
 # Two sources, never mixed: `disk_facts` reads the model's files (headers only, no torch), and
@@ -716,18 +701,15 @@ DiskTensor = tuple[str, list[int], int, int]  # safetensors' dtype ("F16"), shap
 
 
 def _read_header(path: Path) -> dict[str, DiskTensor]:
-    """The tensors of a safetensors file, by name. ValueError names the file when it is damaged."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
+    """The tensors of a safetensors file, by name. LoadError names the file when it is damaged."""
+    with naming(f"{path} is damaged or no safetensors file"), path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
         header.pop("__metadata__", None)
         tensors = {k: (t["dtype"], t["shape"], *t["data_offsets"]) for k, t in header.items()}
         if 8 + length + max((t[3] for t in tensors.values()), default=0) > path.stat().st_size:
             raise ValueError("it is shorter than its header says")
-        return tensors
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
-        raise ValueError(f"{path} is damaged or no safetensors file: {exc}") from exc
+    return tensors
 
 
 def read_config(path: Path, parse_float: Callable[[str], Any] = float) -> dict[str, Any]:
@@ -770,7 +752,7 @@ def disk_facts(model_dir: str) -> dict[str, Any]:
     """The `model` object: what the files of a model directory say, without loading anything.
 
     `bytes` and `files` are those of the directory itself, hidden ones left out. A key that the
-    files do not tell is absent. ValueError for a damaged safetensors file. Reads headers only.
+    files do not tell is absent. LoadError for a damaged safetensors file. Reads headers only.
     """
     paths = sorted(path for path in Path(model_dir).glob("[!.]*") if path.is_file())
     tensors: dict[str, DiskTensor] = {}
@@ -797,19 +779,16 @@ def disk_facts(model_dir: str) -> dict[str, Any]:
     used = "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_k"
     experts = (0, 0) if dense else (n_experts, number(*used))
     counts: list[Any] = [_n_params(name, tensors) for name in tensors]
-    facts = {
-        "format": method or None,
-        "arch": next(iter(config.get("architectures") or ()), None),
-        "quant": "".join([method, *bits]) or None,
-        "bytes": sum(path.stat().st_size for path in paths),
-        "files": len(paths),
-        "params": sum(counts) if counts and None not in counts else None,
-        "n_layers": n_layers,
-        "n_experts": experts[0],
-        "n_experts_used": experts[1],
-        "ctx_train": number("max_position_embeddings", "max_sequence_length", "model_max_length"),
-        "active_bytes_per_token": _active_bytes(text, *experts) if dense or all(experts) else None,
-    }
+    facts: dict[str, Any] = {"format": method or None, "quant": "".join([method, *bits]) or None}
+    facts["arch"] = next(iter(config.get("architectures") or ()), None)
+    facts |= {"bytes": sum(path.stat().st_size for path in paths), "files": len(paths)}
+    facts["params"] = sum(counts) if counts and None not in counts else None
+    facts |= {"n_layers": n_layers, "n_experts": experts[0], "n_experts_used": experts[1]}
+    facts["ctx_train"] = number(
+        "max_position_embeddings", "max_sequence_length", "model_max_length"
+    )
+    if dense or all(experts):
+        facts["active_bytes_per_token"] = _active_bytes(text, *experts)
     return {key: value for key, value in facts.items() if value is not None}
 
 
@@ -902,9 +881,8 @@ class Engine:
 
     max_recoveries = 3  # within RECOVERY_WINDOW_S
 
-    def __init__(
-        self, backend: Backend, n_slots: int, loop: AbstractEventLoop, on_fatal: Callable[..., Any]
-    ) -> None:
+    def __init__(self, backend: Backend, n_slots: int, loop: AbstractEventLoop, on_fatal: Any):
+        """`on_fatal(reason)` is called on the loop when the engine has died."""
         self.backend = backend
         self.slots: list[Job | None] = [None] * n_slots
         self.waiting: deque[Job] = deque()
@@ -1060,7 +1038,7 @@ class Engine:
             self._loop.call_soon_threadsafe(self._on_fatal, self.fatal)
 
 
-def load(args: Namespace, n_slots: int, argv: list[str], on_progress: Progress) -> Backend:
+def load(args: Namespace, n_slots: int, argv: list[str], on_progress: Any) -> Backend:
     """The backend that `args` ask for; blocks while it loads. Runs in the loader thread.
 
     `on_progress(n_loaded, n_modules)` is called from that thread. Raises LoadError or whatever

@@ -9,8 +9,8 @@ The life of a generating request:
     App.on_head      route, key, Host and Origin checks               before the body is read
     prepare (worker) JSON -> checks -> template -> tokens -> grammar  all that can refuse: 400
     Answer.begin     n jobs to the engine, SSE headers                the status line
-    Answer.on_update piece -> ThoughtSplitter -> stop Scanner -> deltas -> dialect frames; when the
-                     step is told to all -> one Exchange.write per request and step
+    Answer.on_update piece -> Pipeline: thought or answer, stop strings -> deltas -> dialect frames;
+                     when the step is told to all -> one Exchange.write per request and step
 
 Text stages are plain objects with feed() and finish(); a request that does not stream collects
 the very same deltas, so both modes cannot differ.
@@ -30,14 +30,13 @@ import argparse
 import asyncio
 import atexit
 import contextlib
-import hmac
 import json
 import logging
+import logging.handlers
 import math
 import mimetypes
 import os
 import re
-import secrets
 import signal
 import socket
 import ssl
@@ -47,10 +46,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 from functools import lru_cache, partial
 from json.encoder import encode_basestring_ascii as json_string
 from pathlib import Path
+from secrets import compare_digest, token_hex
 from typing import Any, ClassVar, NamedTuple
 
 import engine as eng
@@ -70,6 +69,8 @@ MAX_MESSAGES, MAX_BIASES, MAX_PIECES = 10_000, 2000, 2**18
 MAX_CHOICES = 64  # n * prompts of one request
 MAX_GLUED_SPACE = 256  # white space next to a tag goes with the tag, up to so much
 LONG_TOKEN_CHARS = 16  # few texts have that many characters a token, none in its whole length
+WINDOW_S = 60.0  # over which rpm and tpm of a key are counted
+AUDIT_BYTES, N_AUDIT_FILES = 64 * 2**20, 4  # of --audit-log: size of a file, older ones kept
 SPARE_FILES = 600  # descriptors for the model's files, and for connections being refused
 N_WORKERS = 4  # threads that render, tokenize and compile
 
@@ -77,7 +78,7 @@ N_WORKERS = 4  # threads that render, tokenize and compile
 
 ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 ERROR_TYPES |= {403: "permission_error", 413: "request_too_large", 501: "not_supported_error"}
-ERROR_TYPES |= {503: "unavailable_error"}
+ERROR_TYPES |= {429: "rate_limit_error", 503: "unavailable_error"}
 
 
 class ApiError(Exception):
@@ -225,9 +226,7 @@ def check_ids(ids: list[Any], name: str, n_vocab: int) -> list[int]:
 def parse_logit_bias(value: Any, model: Model) -> dict[int, float]:
     """All of llama-server's spellings: {id or text: bias}, [[id or text, bias or false], ...]."""
     biases: dict[int, float] = {}
-    pairs = [] if value is None else value
-    if isinstance(value, dict):
-        pairs = [[*pair] for pair in value.items()]
+    pairs = [[*pair] for pair in value.items()] if isinstance(value, dict) else value
     for pair in check(pairs, "logit_bias", Field(list, 0, MAX_BIASES)):
         token, bias = check(pair, "logit_bias", Field(list, 2, 2))
         if isinstance(token, str) and re.fullmatch("-?[0-9]+", token):
@@ -268,24 +267,10 @@ def templates_of(model_dir: Path, override: str | None, config: dict[str, Any]) 
     value = config.get("chat_template") or ""
     if override or path.is_file():
         value = path.read_text(encoding="utf-8")
-    if isinstance(value, str):
-        return value, value
-    named = {row.get("name"): row.get("template") for row in value}  # as transformers reads it
+    rows = [{"template": value}] if isinstance(value, str) else value
+    named: Any = {row.get("name"): row.get("template") for row in rows}  # as transformers does
     default = named.get("default") or next(iter(named.values()), "")
     return default, named.get("tool_use") or default
-
-
-def think_tags_of(template_text: str) -> ThinkTags:
-    """The thought format a template speaks of; the common one when it speaks of none."""
-    rows = (row for row in THINK_TAGS if row.openings[0].split("<|message|>")[0] in template_text)
-    return next(rows, THINK_TAGS[-1])
-
-
-def special_tokens(model_dir: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """bos_token, eos_token and the like, as transformers hands them to a template."""
-    merged = eng.read_config(model_dir / "special_tokens_map.json") | config
-    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in merged.items()}
-    return {k: v for k, v in texts.items() if k.endswith("_token") and isinstance(v, str)}
 
 
 def compile_template(text: str) -> Any:
@@ -298,18 +283,14 @@ def compile_template(text: str) -> Any:
             is_queue = isinstance(obj, list) and attr in ("append", "pop")
             return is_queue or super().is_safe_attribute(obj, attr, value)
 
-    def tojson(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        options: Any = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-        return json.dumps(x, ensure_ascii=ensure_ascii, **options)
-
     def raise_exception(message: str) -> None:
         raise ValueError(message)
 
     env = Sandbox(trim_blocks=True, lstrip_blocks=True)
     env.add_extension("jinja2.ext.loopcontrols")
-    env.filters["tojson"] = tojson
+    env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     env.globals["raise_exception"] = raise_exception
-    env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    env.globals["strftime_now"] = time.strftime
     # {% generation %}: transformers marks assistant tokens with it; here it is {% with %}, a scope
     return env.from_string(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", text))
 
@@ -323,9 +304,14 @@ class Model:
         model_dir = Path(backend.info.model_dir)
         config = eng.read_config(model_dir / "tokenizer_config.json")
         texts = templates_of(model_dir, args.chat_template_file, config)
-        self.template_text, self.specials = texts[0], special_tokens(model_dir, config)
-        templates: list[Any] = [compile_template(text) if text else None for text in texts]
-        self.template, self.tools_template = templates
+        self.template_text = texts[0]
+        # bos_token, eos_token and the like, as transformers hands them to a template
+        named = eng.read_config(model_dir / "special_tokens_map.json") | config
+        named = {k: v.get("content") if isinstance(v, dict) else v for k, v in named.items()}
+        self.specials = {k: v for k, v in named.items() if k[-6:] == "_token" and type(v) is str}
+        with eng.naming(f"the chat template {args.chat_template_file or 'of the model'}"):
+            compiled: Any = [text and compile_template(text) for text in texts]
+        self.template, self.tools_template = compiled
         parts, call = [{"type": "text", "text": PROBE}], {"name": "f", "arguments": PROBE_CALL}
         self.wants_parts = PROBE not in self.shown(PROBE) and PROBE in self.shown(parts)
         # Arguments of a call: a mapping, if that is not shown as Python writes it, {'q': ...}
@@ -333,8 +319,8 @@ class Model:
         takes_mapping = PROBE in mapping and f"{{q: {PROBE}" not in mapping
         self.wants_text = not takes_mapping and PROBE_CALL in self.shown("", call)
         self.alias = args.alias or model_dir.name
-        self.created = int(time.time())
-        self.think = think_tags_of(self.template_text)
+        starts = [tags.openings[0].split("<|message|>")[0] in texts[0] for tags in THINK_TAGS]
+        self.think = THINK_TAGS[starts.index(True) if True in starts else -1]
         ids = {tag: backend.single_id(tag) for tag in (*self.think.openings, self.think.close)}
         self.think_ids = {i: tag for tag, i in ids.items() if i is not None}
         self.visible_ids = frozenset(i for tag in ids for i in self.tokenize(tag))
@@ -355,10 +341,9 @@ class Model:
         calls = [{"id": "123456789", "type": "function", "function": call}]
         messages = [{"role": "user", "content": content}]
         messages += [{"role": "assistant", "content": "", "tool_calls": calls}] if call else []
-        try:
+        with contextlib.suppress(Exception):  # a template may raise anything, none has no render()
             return self.tools_template.render(self.specials, messages=messages)
-        except Exception:  # a template may raise anything; none at all has no render()
-            return ""
+        return ""
 
     def tokenize(self, text: str, special: bool = True, name: str = "prompt") -> list[int]:
         check(text, name, Field(str, 0, MAX_TEXT_CHARS))
@@ -370,7 +355,7 @@ class Model:
             messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
         given = {"messages": [*messages], "tools": tools or None, "add_generation_prompt": opens}
         names = {"documents": None} | self.specials | extra | given
-        if self.template is None:
+        if not self.template:
             if tools:
                 text = f"Tools: {json.dumps(tools, ensure_ascii=False)}"
                 messages = [{"role": "system", "content": text}, *messages]
@@ -386,7 +371,6 @@ class Model:
 
 Piece = tuple[str, Sequence[int]]  # text and the ids of its tokens
 Delta = tuple[str, str]  # "content" or "reasoning", text
-Part = tuple[str, str, Sequence[int]]  # likewise, behind "reasoning" or "content"
 
 
 class Scanner:
@@ -400,12 +384,13 @@ class Scanner:
     With `leading` a mark counts only where nothing but white space is held before it.
     """
 
-    def __init__(self, marks: Iterable[str], ids: dict[int, str] | None = None, glue=False):
+    def __init__(self, marks: Iterable[str], ids: Any = None, glue=False, leading=False) -> None:
+        """`ids`: the text of marks by the token that they are."""
         marks = tuple(marks)
         self.ids = {i: mark for i, mark in (ids or {}).items() if mark in marks}
         self.marks = tuple(mark for mark in marks if mark not in self.ids.values())
         self.firsts = frozenset(mark[0] for mark in self.marks)
-        self.glue, self.leading = glue, False
+        self.glue, self.leading = glue, leading
         self.held: list[Piece] = []
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> tuple[list[Piece], str, str]:
@@ -423,7 +408,8 @@ class Scanner:
         ends = [(start + len(mark), start, mark) for mark, start in marks if start >= 0]
         end, start, mark = min(ends, default=(0, 0, ""))
         if mark and not (self.leading and whole[:start].strip()):
-            return self._cut(start), mark, whole[end:]
+            keep = len(whole[:start].rstrip()) if self.glue else start
+            return self._release(keep, cut=True), mark, whole[end:]
         return self._release(self._keep_from(whole)), "", ""
 
     def finish(self) -> list[Piece]:
@@ -441,109 +427,72 @@ class Scanner:
         likely = (i for i in starts if whole[i] in self.firsts)
         partial = (i for i in likely if any(m.startswith(whole[i:]) for m in self.marks))
         keep = next(partial, len(whole))
-        if self.glue:
-            lowest = max(0, keep - MAX_GLUED_SPACE)
-            while keep > lowest and whole[keep - 1].isspace():
-                keep -= 1
-        return keep
+        return max(len(whole[:keep].rstrip()), keep - MAX_GLUED_SPACE) if self.glue else keep
 
-    def _release(self, keep: float) -> list[Piece]:
-        released, position = [], 0
+    def _release(self, keep: float, cut: bool = False) -> list[Piece]:
+        """The held pieces that end by there; with `cut` also the start of the next: nothing stays
+        held then."""
+        released, position = list[Piece](), 0
         while self.held and position + len(self.held[0][0]) <= keep:
             position += len(self.held[0][0])
             released.append(self.held.pop(0))
+        if cut:
+            starts = [(text[: int(keep) - position], ids) for text, ids in self.held[:1]]
+            released, self.held = [piece for piece in released + starts if piece[0]], []
         return released
 
-    def _cut(self, start: int) -> list[Piece]:
-        """Everything before `start`, white space before the mark left out with `glue`."""
-        whole = "".join(t for t, _ in self.held)[:start]
-        keep = len(whole.rstrip()) if self.glue else start
-        pieces, position = [], 0
-        for text, ids in self.held:
-            pieces.append((text[: max(0, keep - position)], ids))
-            position += len(text)
-        self.held = []
-        return [piece for piece in pieces if piece[0]]
 
+class Pipeline:
+    """One choice's text: tells thought from answer, and ends at a stop string.
 
-class ThoughtSplitter:
-    """Tells thought from answer. Starts where the rendered prompt ends: in a thought or not.
-
-    A thought may open only before the first character of the answer; white space next to a tag
-    goes with the tag; a thought that is never closed stays one.
+    In each phase other marks are looked for. "start": an opening tag, which counts only before the
+    first character of the answer; "reasoning": the closing tag; "content": stop strings. White
+    space next to a tag goes with the tag; a thought that is never closed stays one.
     """
 
-    def __init__(self, tags: ThinkTags, ids: dict[int, str], in_thought: bool) -> None:
-        self.opening = Scanner(tags.openings, ids, glue=True)
-        self.opening.leading = True
-        self.close = Scanner([tags.close], ids, glue=True)
-        self.in_thought = in_thought
-        self.after_tag = in_thought  # white space that comes now goes with the tag
-        self.done = False  # the answer has begun: everything is content from here on
+    def __init__(self, tags: ThinkTags, ids: dict[int, str], in_thought: Any, stops: Any = ()):
+        """`in_thought`: whether the prompt ends in a thought; None: none is told from the answer.
+        `ids`: the tags that are one token, by that."""
+        self.scanners = {"content": Scanner(stops)}
+        self.scanners["start"] = Scanner(tags.openings, ids, glue=True, leading=True)
+        self.scanners["reasoning"] = Scanner([tags.close], ids, glue=True)
+        self.phase = {None: "content", False: "start", True: "reasoning"}[in_thought]
+        self.after_tag = in_thought is True  # white space that comes now goes with the tag
+        self.stop, self.stopped = self.scanners["content"], ""  # the stop string that was found
 
-    def feed(self, text: str, ids: Sequence[int]) -> list[Part]:
-        parts: list[Part] = []
-        while text and not self.done:
-            scanner = self.close if self.in_thought else self.opening
-            pieces, mark, text = scanner.feed(text, ids)
-            parts += self._parts(pieces)
-            if mark:
-                self.in_thought, self.after_tag, ids = not self.in_thought, True, ()
-        return parts + ([("content", text, ids)] if text else [])
+    def feed(self, text: str, ids: Sequence[int]) -> list[Delta]:
+        """The deltas of one piece; after `stopped` is set there are no more."""
+        if self.phase == "content" and not self.stop.held and self.stop.firsts.isdisjoint(text):
+            return [("content", text)] if text else []  # most tokens of most answers
+        deltas: list[Delta] = []
+        while text and not self.stopped:
+            pieces, mark, text = self.scanners[self.phase].feed(text, ids)
+            deltas += self._deltas(pieces)
+            if mark and self.phase == "content":
+                self.phase, self.stopped = "stopped", mark
+            elif mark:
+                self.phase = "start" if self.phase == "reasoning" else "reasoning"
+                self.after_tag, ids = True, ()
+        return deltas
 
-    def _parts(self, pieces: list[Piece]) -> list[Part]:
-        kind, parts = "reasoning" if self.in_thought else "content", []
+    def _deltas(self, pieces: list[Piece]) -> list[Delta]:
+        """What pieces say that were released in this phase. An answer that begins is scanned."""
+        phase, deltas = self.phase, list[Delta]()
         for text, ids in pieces:
             if self.after_tag:
                 text = text.lstrip()
                 self.after_tag = not text
-            if text:
-                parts.append((kind, text, ids))
-        self.done = bool(parts) and not self.in_thought
-        return parts
-
-    def finish(self) -> list[Part]:
-        return self._parts((self.close if self.in_thought else self.opening).finish())
-
-
-class Pipeline:
-    """One choice's text: the thought is split off, then stop strings are looked for."""
-
-    def __init__(self, split: ThoughtSplitter | None, stops: tuple[str, ...]) -> None:
-        self.split, self.stop = split, Scanner(stops)
-        self.stopped = ""  # the stop string that ended the text
-
-    def feed(self, text: str, ids: Sequence[int]) -> list[Delta]:
-        """The deltas of one piece; after `stopped` is set there are no more."""
-        if self.split is not None and not self.split.done:
-            return self._deltas(self.split.feed(text, ids))
-        # Most tokens of most answers
-        if self.stop.firsts.isdisjoint(text) and not (self.stop.held or self.stopped):
-            return [("content", text)] if text else []
-        return self._answer(text, ids) if text else []
-
-    def _deltas(self, parts: list[Part]) -> list[Delta]:
-        deltas: list[Delta] = []
-        for kind, text, ids in parts:
-            deltas += [(kind, text)] if kind == "reasoning" else self._answer(text, ids)
+            if text and phase == "start":
+                self.phase = "content" if self.phase == "start" else self.phase
+                deltas += self.feed(text, ids)
+            elif text:
+                deltas.append((phase, text))
         return deltas
-
-    def _answer(self, text: str, ids: Sequence[int]) -> list[Delta]:
-        if self.stopped:
-            return []
-        pieces, self.stopped, _ = self.stop.feed(text, ids)
-        return [("content", text) for text, _ in pieces]
 
     def finish(self) -> list[Delta]:
         """What was still held when the text ended."""
-        deltas = self._deltas(self.split.finish()) if self.split else []
-        return deltas + [("content", text) for text, _ in self.stop.finish()]
-
-    @property
-    def n_held(self) -> int:
-        """Pieces that wait in a stage: their log-probabilities wait with them."""
-        split = self.split.opening.held + self.split.close.held if self.split else []
-        return len(self.stop.held + split)
+        names = ("start", "reasoning", "content")
+        return [delta for name in names for delta in self._deltas(self.scanners[name].finish())]
 
 
 # ==== Requests: from a checked body to jobs =======================================================
@@ -552,7 +501,6 @@ LIMIT_FIELDS = ("n_predict", "max_completion_tokens", "max_tokens")  # the first
 BUDGET_FIELDS = ("reasoning_budget_tokens", "thinking_budget_tokens", "reasoning_budget")
 FORMATS = ("text", "json_object", "json_schema")
 LLAMA_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
-SAMPLING_FIELDS = [name for name in eng.NEUTRAL_SAMPLING if name in FIELDS]
 
 
 def sampling_defaults(model_dir: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -561,7 +509,7 @@ def sampling_defaults(model_dir: Path, args: argparse.Namespace) -> dict[str, An
     config["repeat_penalty"] = config.get("repetition_penalty")
     defaults = eng.NEUTRAL_SAMPLING | LLAMA_SAMPLING
     for layer in (config, vars(args)):
-        defaults |= checked({name: layer.get(name) for name in SAMPLING_FIELDS})
+        defaults |= checked({name: layer.get(name) for name in eng.NEUTRAL_SAMPLING})
     return defaults
 
 
@@ -581,15 +529,11 @@ def generation_params(model: Model, fields: dict[str, Any]) -> dict[str, Any]:
     sampling = model.defaults | {k: v for k, v in fields.items() if k in model.defaults}
     known = eng.NEUTRAL_SAMPLING["samplers"]  # others are left out, as llama-server does
     sampling["samplers"] = [name for name in sampling["samplers"] if name in known]
-    return {
-        "max_tokens": cap if limit == -1 else min(limit, cap),
-        "sampling": sampling,
-        "logit_bias": parse_logit_bias(fields.get("logit_bias"), model),
-        "seed": None if seed in (-1, 0xFFFFFFFF) else seed,
-        "ignore_eos": fields.get("ignore_eos", False),
-        "n_probs": n_probs,
-        "banned_strings": list(parse_stops(fields.get("banned_strings"), "banned_strings")),
-    }
+    params = {"max_tokens": cap if limit == -1 else min(limit, cap), "sampling": sampling}
+    params |= {"seed": None if seed in (-1, 0xFFFFFFFF) else seed, "n_probs": n_probs}
+    params["logit_bias"] = parse_logit_bias(fields.get("logit_bias", []), model)
+    params["banned_strings"] = list(parse_stops(fields.get("banned_strings"), "banned_strings"))
+    return params | {"ignore_eos": fields.get("ignore_eos", False)}
 
 
 class Task:
@@ -599,9 +543,7 @@ class Task:
     `in_thought`: whether the prompt ends inside a thought; None: thoughts are not split off.
     """
 
-    def __init__(
-        self, dialect: Any, model: Model, fields: dict[str, Any], prompts: list, in_thought=None
-    ) -> None:
+    def __init__(self, dialect: Any, model: Model, fields: Any, prompts: list, in_thought=None):
         """Raises a 400 also when the context cannot hold a prompt."""
         self.dialect, self.prompts = dialect, prompts
         self.fields = {key: value for key, value in fields.items() if key in FIELDS_KEPT}
@@ -616,7 +558,7 @@ class Task:
         self.stops = parse_stops(fields.get("stop"), "stop")
         self.grammars = compiled(model, fields, in_thought is True, n_choices)  # one per choice
         self.in_thought = in_thought
-        self.watch: Any = None  # makes one per choice
+        self.watch: Any = None  # makes a ThoughtWatch, where one is needed
         self.lead = ""  # what an answer begins with, before anything was generated
 
     def flag(self, name: str) -> bool:
@@ -658,17 +600,13 @@ def parse_constraint(fields: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def prepare_completion(dialect: type, model: Model, body: dict[str, Any]) -> Task:
-    """/completion and /v1/completions."""
+    """/completion and /v1/completions. A prompt is a string, token ids or a mixed list; a list of
+    these is several."""
     fields = checked(body)
-    return Task(dialect, model, fields, parse_prompts(model, fields))
-
-
-def parse_prompts(model: Model, fields: dict[str, Any]) -> list[tuple[Any, list[int]]]:
-    """A string, token ids, a mixed list (one prompt each) or a list of these (several)."""
     value = fields.get("prompt")
     several = isinstance(value, list) and all(isinstance(v, (str, list)) for v in value)
     prompts = check(value if several else [value], "prompt", Field(list, 1, MAX_CHOICES))
-    return [(prompt, prompt_ids(model, prompt)) for prompt in prompts]
+    return Task(dialect, model, fields, [(prompt, prompt_ids(model, prompt)) for prompt in prompts])
 
 
 def parts_ids(model: Model, value: Any, name: str, encode: Callable[..., list[int]]) -> list[int]:
@@ -709,8 +647,7 @@ def prepare_infill(dialect: type, model: Model, body: dict[str, Any]) -> Task:
     marks: list[Any] = [next((i for i in ids if i is not None), None) for ids in found]
     if None in marks[:3]:
         raise ApiError(501, "infill is not supported by this model: it has no marks for it")
-    if not {"input_prefix", "input_suffix"} <= fields.keys():
-        raise bad("'input_prefix' and 'input_suffix' are needed")
+    prefix, suffix = (check(fields.get(x), x, Field(str)) for x in ("input_prefix", "input_suffix"))
     repo, file = marks[3:]
     extra: list[Any] = [] if repo is None else [repo, "myproject\n"]
     for part in fields.get("input_extra", []):
@@ -723,8 +660,8 @@ def prepare_infill(dialect: type, model: Model, body: dict[str, Any]) -> Task:
     n_extra, n_suffix = model.info.n_ctx - 2 * n_batch, max(0, n_batch // 4 - 2 - len(prompt))
     whole = parts_ids(model, extra, "input_extra", plain)
     whole = whole[max(0, len(whole) - n_extra) :] + model.bos
-    whole += [marks[0], *plain(fields["input_prefix"])[-(n_batch // 4 * 3) :], *prompt]
-    whole += [marks[1], *plain(fields["input_suffix"])[:n_suffix], marks[2]]
+    whole += [marks[0], *plain(prefix)[-(n_batch // 4 * 3) :], *prompt]
+    whole += [marks[1], *plain(suffix)[:n_suffix], marks[2]]
     return Task(dialect, model, fields, [(whole, whole)])
 
 
@@ -735,8 +672,6 @@ def check_text(content: Any, path: str) -> str:
     texts = []
     for i, part in enumerate(content):
         kind = check(part, f"{path}[{i}]", Field(dict)).get("type")
-        if kind in ("image_url", "input_image", "image"):
-            raise bad(f"'{path}[{i}]': image input is not supported by this server")
         check(kind, f"{path}[{i}].type", Field(("text", "input_text", "output_text", "refusal")))
         text = part.get("refusal" if kind == "refusal" else "text")
         texts.append(check(text, f"{path}[{i}].text", Field(str)))
@@ -746,9 +681,8 @@ def check_text(content: Any, path: str) -> str:
 def history_call(call: Any, path: str, as_text: bool) -> dict[str, Any]:
     """A call with its arguments as the template wants them, a text or a mapping. What is no object
     is shown as it is, in one."""
-    function = check(
-        check(call, path, Field(dict)).get("function"), f"{path}.function", Field(dict)
-    )
+    function = check(call, path, Field(dict)).get("function")
+    check(function, f"{path}.function", Field(dict))
     given = value = function.get("arguments") or {}
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(given) if isinstance(given, str) else given
@@ -760,15 +694,15 @@ def history_call(call: Any, path: str, as_text: bool) -> dict[str, Any]:
 def check_messages(messages: list[Any], model: Model) -> list[dict[str, Any]]:
     """Messages as templates expect them: text content, known roles, no nulls; 400 with the path.
 
-    A `developer` message becomes a system message where the template does not know the role, and
-    is joined with the system message that is there.
+    Where the template does not know `developer`, such messages and the system's become one, in
+    front.
     """
     sizes = [len(x) for m in messages if isinstance(m, dict) for x in m.values() if type(x) is list]
     check(sum(sizes), "messages (parts and calls)", Field(int, 0, MAX_MESSAGES))
-    out, merged, merging = list[dict[str, Any]](), list[str](), False
+    out = list[dict[str, Any]]()
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
-        role = check(check(message, path, Field(dict)).get("role"), f"{path}.role", Field(ROLES))
+        check(check(message, path, Field(dict)).get("role"), f"{path}.role", Field(ROLES))
         if not {"content", "tool_calls", *THOUGHT_NAMES} & message.keys():
             raise bad(f"'{path}.content' is missing")
         kept = {k: v for k, v in message.items() if v is not None and v != []}
@@ -781,14 +715,11 @@ def check_messages(messages: list[Any], model: Model) -> list[dict[str, Any]]:
         if thoughts:  # gpt-oss templates say "thinking", the others "reasoning_content"
             thought = check(thoughts[0], f"{path}.reasoning_content", Field(str))
             kept = {"thinking": thought} | kept | {"reasoning_content": thought}
-        if role == "developer" and "developer" not in model.template_text:
-            kept["role"], merging = "system", True
-        if merging and kept["role"] == "system" and out and out[0]["role"] == "system":
-            merged.append(kept["content"])
-        else:
-            out.append(kept)
-    if merged:
-        out[0] = out[0] | {"content": "\n\n".join([out[0]["content"], *merged])}
+        out.append(kept)
+    if "developer" in {m["role"] for m in out} and "developer" not in model.template_text:
+        orders = [m["content"] for m in out if m["role"] in ("system", "developer")]
+        rest = [m for m in out if m["role"] not in ("system", "developer")]
+        out = [{"role": "system", "content": "\n\n".join(orders)}, *rest]
     return out
 
 
@@ -818,9 +749,9 @@ def render_chat(model: Model, fields: dict[str, Any]) -> tuple[str, bool]:
     for tool in fields.get("tools", []):
         function = check(tool.get("function"), "tools[].function", Field(dict))
         check(function.get("name"), "tools[].function.name", Field(str, 1))
-    opens, kwargs = fields.get("add_generation_prompt", True), template_kwargs(model, fields)
-    opens = opens or bool(prefill)  # llama-server's web UI sends false to have a message continued
-    prompt = model.render(messages, fields.get("tools"), kwargs, opens)
+    # llama-server's web UI sends false to have a message continued
+    opens = fields.get("add_generation_prompt", True) or bool(prefill)
+    prompt = model.render(messages, fields.get("tools"), template_kwargs(model, fields), opens)
     openings, close = model.think
     in_thought = prompt.rstrip().endswith(openings)
     text, thought = prefill.get("content", ""), prefill.get("reasoning_content", "")
@@ -850,7 +781,10 @@ def prepare_chat(dialect: type, model: Model, body: dict[str, Any]) -> Task:
     # With tools all control tokens are shown: which of them mark a call is the client's to find out
     tools = fields.get("tools")
     task.params["visible_ids"] = model.info.special_ids if tools else model.visible_ids
-    task.watch = thought_watch(model, fields, in_thought)
+    budget = next((fields[k] for k in BUDGET_FIELDS if k in fields), model.args.reasoning_budget)
+    if budget >= 0 or fields.get("reasoning_control"):
+        message = fields.get("reasoning_budget_message", model.args.reasoning_budget_message) or ""
+        task.watch = partial(ThoughtWatch, model, in_thought, budget, message + model.think.close)
     if fields.get("reasoning_format", model.args.reasoning_format) == "none":
         # The tag that the template has written is a part of the content, too
         tags = [tag for tag in model.think.openings if prompt.rstrip().endswith(tag)]
@@ -863,7 +797,7 @@ class ThoughtWatch:
     calls it after every step, and says next what it returns (Job.watch)."""
 
     def __init__(self, model: Model, in_thought: bool, budget: int, closing: str) -> None:
-        self.splitter = ThoughtSplitter(model.think, model.think_ids, in_thought)
+        self.pipeline = Pipeline(model.think, model.think_ids, in_thought)
         self.budget = budget if budget >= 0 else INF  # tokens that a thought may still have
         self.closing = closing
         self.ended = False  # set by /control, on another thread
@@ -871,23 +805,14 @@ class ThoughtWatch:
 
     def __call__(self, pieces: list[eng.Piece]) -> str:
         for piece in pieces:
-            self.budget -= len(piece.ids) if self.splitter.in_thought else 0
-            self.splitter.feed(piece.text, piece.ids)
-        if not self.splitter.in_thought:
+            self.budget -= len(piece.ids) if self.pipeline.phase == "reasoning" else 0
+            self.pipeline.feed(piece.text, piece.ids)
+        if self.pipeline.phase != "reasoning":
             self.closes = False
         elif not self.closes and (self.budget <= 0 or self.ended):
             self.closes = True
             return self.closing
         return ""
-
-
-def thought_watch(model: Model, fields: dict[str, Any], opened: bool) -> partial[Any] | None:
-    """What makes the watch of a choice; None when none is needed."""
-    budget = next((fields[k] for k in BUDGET_FIELDS if k in fields), model.args.reasoning_budget)
-    if budget < 0 and not fields.get("reasoning_control"):
-        return None
-    message = fields.get("reasoning_budget_message", model.args.reasoning_budget_message) or ""
-    return partial(ThoughtWatch, model, opened, budget, message + model.think.close)
 
 
 # ==== Choices =====================================================================================
@@ -925,10 +850,7 @@ class Choice:
         if params.seed is not None:
             params.seed += index % task.n  # n equal answers would be of no use
         params.grammar = task.grammars[index] if task.grammars else None
-        split = None
-        if task.in_thought is not None:
-            split = ThoughtSplitter(model.think, model.think_ids, task.in_thought)
-        self.pipeline = Pipeline(split, task.stops)
+        self.pipeline = Pipeline(model.think, model.think_ids, task.in_thought, task.stops)
         self.lead = task.lead  # goes in front of the first delta; no stop is looked for in it
         if task.flag("echo") and task.dialect is TextDialect:
             self.lead = self.prompt if isinstance(self.prompt, str) else model.backend.decode(ids)
@@ -937,8 +859,8 @@ class Choice:
         self.last = eng.Update(self.job, progress=0)  # the newest figures
         self.n_decoded = 0  # tokens in what was sent
         self.stop_type = ""  # eos, limit or word, once it has ended
-        self.deltas: list[Delta] = []  # what was said, where it is needed as a whole
-        self.tokens: list[int] = []  # likewise
+        # What was said, where it is needed as a whole
+        self.deltas, self.tokens = list[Delta](), list[int]()
         self.waiting: list[list[dict[str, Any]]] = []  # log-probabilities of text that is not out
         self.probs: list[dict[str, Any]] = []  # those of text that is out, until they are sent
 
@@ -950,7 +872,8 @@ class Choice:
         if piece.probs is not None and (piece.text or piece.ids[0] not in self.model.info.eos_ids):
             pairs = zip(piece.ids, piece.probs, strict=True)
             self.waiting.append([prob_entry(self.model, i, p, top) for i, (p, top) in pairs])
-        out = len(deltas) if self.pipeline.stopped else len(self.waiting) - self.pipeline.n_held
+        n_held = sum(len(scanner.held) for scanner in self.pipeline.scanners.values())
+        out = len(deltas) if self.pipeline.stopped else len(self.waiting) - n_held
         self.probs += [entry for entries in self.waiting[:out] for entry in entries]
         del self.waiting[:out]
 
@@ -992,6 +915,14 @@ class Dialect:
     def figures(self, choice: Choice) -> bytes:
         return b',"timings":' + choice.timings() if self.per_token else b""
 
+    def usage(self) -> dict[str, Any]:
+        """Prompt tokens count once per prompt, not per choice."""
+        firsts = self.choices[:: self.task.n]
+        n_prompt, n_new = sum(c.n_prompt for c in firsts), sum(c.n_decoded for c in self.choices)
+        usage = {"completion_tokens": n_new, "prompt_tokens": n_prompt}
+        details = {"prompt_tokens_details": {"cached_tokens": sum(c.last.n_cached for c in firsts)}}
+        return usage | {"total_tokens": n_prompt + n_new} | details
+
     def error(self, error: ApiError) -> bytes:
         return http11.sse_event(dumps(error.body()))
 
@@ -1010,7 +941,7 @@ class OpenAIDialect(Dialect):
 
     def __init__(self, task: Task, model: Model, choices: list[Choice]) -> None:
         super().__init__(task, model, choices)
-        self.common = {"created": int(time.time()), "id": "chatcmpl-" + secrets.token_hex(16)}
+        self.common = {"created": int(time.time()), "id": "chatcmpl-" + token_hex(16)}
         self.common |= {"model": model.alias, "system_fingerprint": f"exl3-serve-{VERSION}"}
         # A chunk, but for: finish_reason, index, what is new, members behind the common ones
         common = dumps(self.common | {"object": self.stream_object})[1:-1].replace(b"%", b"%%")
@@ -1044,14 +975,6 @@ class OpenAIDialect(Dialect):
             more += b',"usage":' + dumps(self.usage())
         said = dumps(self.FINISH[choice.stop_type]), choice.index, self.nothing, more
         return self.openings.pop(choice.index, b"") + self.frame % said
-
-    def usage(self) -> dict[str, Any]:
-        """Prompt tokens count once per prompt, not per choice."""
-        firsts = self.choices[:: self.task.n]
-        n_prompt, n_new = sum(c.n_prompt for c in firsts), sum(c.n_decoded for c in self.choices)
-        usage = {"completion_tokens": n_new, "prompt_tokens": n_prompt}
-        details = {"prompt_tokens_details": {"cached_tokens": sum(c.last.n_cached for c in firsts)}}
-        return usage | {"total_tokens": n_prompt + n_new} | details
 
     def whole(self, choices: list[Any], kind: str) -> bytes:
         answer = {"choices": choices} | self.common | {"object": kind, "usage": self.usage()}
@@ -1187,7 +1110,12 @@ class Answer:
         self.max_predict_s = max(0, task.fields.get("t_max_predict_ms", 0)) / 1e3 or INF
 
     def begin(self) -> None:
-        """Queues the jobs and sends the head of a stream."""
+        """Queues the jobs and sends the head of a stream; 429 when the key's limit is reached."""
+        self.began, key = time.perf_counter(), self.app.key_of(self.exchange.request)
+        self.key = key if key and key.limits else None  # whose use is counted
+        if self.key:
+            self.key.admit()
+        self.exchange.request.context = self
         self.exchange.on_gone = self.cancel
         self.app.answers.add(self)
         for choice in self.choices:
@@ -1201,6 +1129,8 @@ class Answer:
     def cancel(self) -> None:
         """Nothing more is to be sent: all is said, the client is gone, or one choice failed. What
         still runs is not wanted."""
+        if self.key and self in self.app.answers:
+            self.key.release(self.dialect.usage()["total_tokens"])
         self.app.answers.discard(self)
         for choice in self.choices:
             self.app.engine.cancel(choice.job)
@@ -1268,12 +1198,79 @@ class Answer:
             end = self.dialect.close() if error is None else self.dialect.error(error)
             self.exchange.end(self.unsent + end)
         elif error:
-            self.exchange.respond(self.app.error_response(error, self.exchange.request))
+            self.exchange.respond(error_response(error))
         else:
             self.exchange.respond(Response(200, self.dialect.body(), JSON_HEADERS))
 
+    def figures(self) -> dict[str, Any]:
+        """For the audit log. Times are those of the first choice."""
+        job, last = self.choices[0].job, self.choices[0].last
+        queue_s = (job.started or time.perf_counter()) - self.began
+        times = {"queue": queue_s, "prefill": last.prompt_s, "decode": last.predicted_s}
+        row: dict[str, Any] = {f"{k}_ms": round(s * 1e3, 3) for k, s in times.items()}
+        row["finish_reason"] = ",".join(Dialect.FINISH.get(c.stop_type, "") for c in self.choices)
+        return row | {"model": self.app.model.alias} | self.dialect.usage()
+
 
 JSON_HEADERS = [("Content-Type", "application/json; charset=utf-8")]
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(error.status, dumps(error.body()), JSON_HEADERS + error.headers)
+
+
+# ==== Keys and logs ===============================================================================
+
+
+class Key:
+    """A line of --api-key-file: KEY [name] [max_parallel=N] [rpm=N] [tpm=N] [admin]."""
+
+    def __init__(self, line: str) -> None:
+        """ValueError names a word that is not understood, and never the key."""
+        secret, *words = line.split()
+        limits = [re.fullmatch(r"(max_parallel|rpm|tpm)=(\d{1,9})", word) for word in words]
+        names = [word for word, m in zip(words, limits, strict=True) if not m and word != "admin"]
+        if len(names) > 1 or "=" in "".join(names):
+            raise ValueError(f"{names[-1]!r} is not understood")
+        self.secret, self.name, self.admin = secret.encode(), "".join(names), "admin" in words
+        self.limits = {m[1]: int(m[2]) for m in limits if m}
+        # Answers under way. Of the last minute: when one began, 0; when it ended, its tokens
+        self.n_running, self.recent = 0, list[tuple[float, int]]()
+
+    def admit(self) -> None:
+        """Counts one more answer, or 429 when a limit is reached."""
+        now = time.perf_counter()
+        self.recent = [(when, n) for when, n in self.recent if when > now - WINDOW_S]
+        tokens = [n for _, n in self.recent]
+        used = {"max_parallel": self.n_running, "rpm": tokens.count(0), "tpm": sum(tokens)}
+        for name, limit in self.limits.items():
+            if used[name] >= limit:
+                wait_s = 1 if name == "max_parallel" else self.recent[0][0] + WINDOW_S - now
+                headers = [("Retry-After", f"{wait_s:.0f}")]
+                raise ApiError(429, f"this key's limit {name}={limit} is reached", headers=headers)
+        self.n_running += 1
+        self.recent.append((now, 0))
+
+    def release(self, n_tokens: int) -> None:
+        """Its answer has ended, after so many tokens of prompt and answer."""
+        self.n_running -= 1
+        self.recent.append((time.perf_counter(), n_tokens))
+
+
+class JsonLines(logging.Formatter):
+    """--log-format json: one object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = {"time": self.formatTime(record), "level": record.levelname, "logger": record.name}
+        return ENCODE(head | {"message": super().format(record)})
+
+
+class AuditFile(logging.handlers.RotatingFileHandler):
+    """The file of --audit-log. Each line goes to the kernel by itself: a crash loses none."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """With a full disk requests go on, and the lines are in the other log."""
+        log.error("the audit log cannot be written: %s: %s", sys.exc_info()[1], record.msg)
 
 
 # ==== Routes ======================================================================================
@@ -1282,17 +1279,16 @@ JSON_HEADERS = [("Content-Type", "application/json; charset=utf-8")]
 class App:
     """The surface: checks a request's head, finds its handler, runs it, answers errors."""
 
-    def __init__(self, args: argparse.Namespace, keys: list[bytes], local: bool) -> None:
+    def __init__(self, args: argparse.Namespace, keys: list[Key], local: bool) -> None:
         """`local`: only this machine can connect. `keys`: none of them means no key is asked."""
         self.args, self.keys, self.local = args, keys, local
-        self.ready = False  # from here on there are:
-        self.model: Model
-        self.engine: eng.Engine
-        self.progress = 0.0  # of loading
-        self.answers: set[Answer] = set()
-        self.n_slow = 0  # requests in worker threads
-        self.told = 0.0  # the step that the log was told to hang
+        self.ready = False  # from then on there are self.model and self.engine
+        self.progress, self.answers = 0.0, set[Answer]()  # of loading; under way
+        # Requests in worker threads; the step that the log was told to hang
+        self.n_slow, self.told = 0, 0.0
         self.pool = ThreadPoolExecutor(N_WORKERS, "worker")
+        self.audit = args.audit_log and AuditFile(args.audit_log, "a", AUDIT_BYTES, N_AUDIT_FILES)
+        self.scribe = ThreadPoolExecutor(1, "audit")  # writes it
         self.loop = asyncio.get_running_loop()
         self.done: asyncio.Future[str] = self.loop.create_future()  # why to stop; "" on a signal
         self.server_header = f"exl3-serve/{VERSION} exllamav3/unknown"
@@ -1301,38 +1297,50 @@ class App:
 
     def on_head(self, request: Request) -> Response | None:
         """Refuses what needs no body to be refused."""
+        return self.attempt(request, self.route, request)
+
+    def attempt(self, request: Request, action: Callable[..., Any], *args: Any) -> Any:
+        """What the action returns; an error in it becomes the response to the request."""
+        try:
+            return action(*args)
+        except ApiError as exc:
+            error = exc
+        except RecursionError:
+            error = bad("the request is nested too deeply")
+        except BaseException:  # ours, or a panic in Rust: 500 for this request, nothing for others
+            log.exception("%s %s failed, id %s", request.method, request.path, request_id(request))
+            error = ApiError(500, "internal error")
+        return error_response(error)
+
+    def route(self, request: Request) -> Response | None:
+        """Finds what answers the request, and puts it into its context."""
         path, prefix = re.sub("/{2,}", "/", request.path), self.args.api_prefix
         path = path[len(prefix) :].rstrip("/") or "/" if f"{path}/".startswith(f"{prefix}/") else ""
         path = re.sub("^/slots/[^/]+$", "/slots/{id}", path)
-        try:
-            self.check_host(request)
-            if request.method == "OPTIONS":
-                names = request.headers.get("access-control-request-headers", "*")
-                allow = {"Methods": "GET, POST, DELETE, OPTIONS", "Headers": names}
-                headers = [(f"Access-Control-Allow-{k}", v) for k, v in allow.items()]
-                return Response(200, b"", headers)
-            file = None if path in ROUTES else file_under(self.args.path, path)
-            methods = ROUTES.get(path) if file is None else {"GET": partial(get_file, file)}
-            method = "GET" if request.method == "HEAD" else request.method
-            if path not in OPEN_ROUTES and file is None:
-                self.check_key(request)
-            if methods is None:
-                raise ApiError(404, "File Not Found")
-            if method not in methods:
-                usable = ", ".join([*methods, "OPTIONS", *["HEAD"] * ("GET" in methods)])
-                raise ApiError(405, f"use {usable}", ERROR_TYPES[400], headers=[("Allow", usable)])
-            handler = methods[method]
-            if file is None and not self.ready:
-                raise ApiError(503, "Loading model", progress=round(self.progress, 3))
-            if file is None and self.engine.fatal:
-                raise ApiError(503, f"the engine has failed: {self.engine.fatal}")
-            if isinstance(handler, str):
-                raise ApiError(501, f"this server does not support {handler}")
-            if request.headers.get("content-encoding", "identity") != "identity":
-                raise ApiError(415, "compressed request bodies are not read", ERROR_TYPES[400])
-            request.context = handler
-        except ApiError as error:
-            return self.error_response(error, request)
+        self.check_host(request)
+        if request.method == "OPTIONS":
+            names = request.headers.get("access-control-request-headers", "*")
+            allow = {"Methods": "GET, POST, DELETE, OPTIONS", "Headers": names}
+            return Response(200, b"", [(f"Access-Control-Allow-{k}", v) for k, v in allow.items()])
+        file = None if path in ROUTES else file_under(self.args.path, path)
+        methods = ROUTES.get(path) if file is None else {"GET": partial(get_file, file)}
+        method = "GET" if request.method == "HEAD" else request.method
+        if path not in OPEN_ROUTES and file is None:
+            self.check_key(request, path)
+        if methods is None:
+            raise ApiError(404, "File Not Found")
+        if method not in methods:
+            usable = ", ".join([*methods, "OPTIONS", *["HEAD"] * ("GET" in methods)])
+            raise ApiError(405, f"use {usable}", ERROR_TYPES[400], headers=[("Allow", usable)])
+        request.context = methods[method]
+        if file is None and not self.ready:
+            raise ApiError(503, "Loading model", progress=round(self.progress, 3))
+        if file is None and self.engine.fatal:
+            raise ApiError(503, f"the engine has failed: {self.engine.fatal}")
+        if isinstance(request.context, str):
+            raise ApiError(501, f"this server does not support {request.context}")
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise ApiError(415, "compressed request bodies are not read", ERROR_TYPES[400])
         return None
 
     def check_host(self, request: Request) -> None:
@@ -1350,75 +1358,72 @@ class App:
         local = scheme in ("http", "https") and is_loopback(rest)
         return bool(self.keys) or local or not {origin, "*"}.isdisjoint(self.args.cors_origins)
 
-    def check_key(self, request: Request) -> None:
-        if not self.keys:
-            return
+    def check_key(self, request: Request, path: str) -> None:
+        key = self.key_of(request)
+        if self.keys and key is None:
+            raise ApiError(401, "Invalid API Key")
+        if path in ADMIN_ROUTES and key and not key.admin and any(k.admin for k in self.keys):
+            raise ApiError(403, "this route needs a key with the word admin")
+
+    def key_of(self, request: Request) -> Key | None:
         scheme, _, token = request.headers.get("authorization", "").strip().partition(" ")
         texts = (token if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
         given = [text.strip().encode("latin-1") for text in texts if text.strip()]
-        if not any(hmac.compare_digest(g, key) for g in given for key in self.keys):
-            raise ApiError(401, "Invalid API Key")
+        return next((k for k in self.keys for x in given if compare_digest(x, k.secret)), None)
+
+    def on_done(self, request: Request | None, status: int) -> None:
+        """A line of the audit log says what came of it, and nothing of its text."""
+        if request is None or not self.audit:
+            return
+        key = self.key_of(request)
+        row: dict[str, Any] = {"time": time.strftime("%FT%T%z"), "id": request_id(request)}
+        row |= {"address": request.peer, "key": key.name if key else ""}
+        row |= {"method": request.method, "route": request.path[:100], "status": status}
+        row |= request.context.figures() if isinstance(request.context, Answer) else {}
+        self.scribe.submit(self.audit.emit, logging.makeLogRecord({"msg": dumps(row).decode()}))
 
     def common_headers(self, request: Request | None) -> list[tuple[str, str]]:
         headers = [("Server", self.server_header), ("X-Request-Id", request_id(request))]
         origin = request.headers.get("origin") if request else None
         if origin is not None and self.origin_allowed(origin):
             headers += [("Access-Control-Allow-Origin", origin), ("Vary", "Origin")]
-            headers += [("Access-Control-Allow-Credentials", "true")]
         return headers
 
     def error(self, status: int, message: str, request: Request | None) -> Response:
-        return self.error_response(ApiError(status, message), request)
-
-    def error_response(self, error: ApiError, request: Request | None) -> Response:
-        return Response(error.status, dumps(error.body()), JSON_HEADERS + error.headers)
+        return error_response(ApiError(status, message))
 
     def on_request(self, exchange: Exchange) -> None:
         """Runs the handler: at once when that is cheap, else in a worker thread."""
-        body = exchange.request.body
-        if len(body) <= INLINE_BODY_BYTES and not any(word in body for word in SLOW_WORDS):
-            self.finish(exchange, self.call(exchange.request))
-            return
+        request = exchange.request
+        call = partial(self.attempt, request, self.call, request)
+        if len(request.body) <= INLINE_BODY_BYTES and not SLOW_WORDS.search(request.body):
+            return self.finish(exchange, call())
         self.set_slow(+1)
-        work = self.pool.submit(lambda: exchange.gone or self.call(exchange.request))
+        work = self.pool.submit(lambda: exchange.gone or call())
         asyncio.wrap_future(work).add_done_callback(lambda f: self.finish(exchange, f.result(), 1))
 
     def set_slow(self, change: int) -> None:
         """While a worker thread runs Python, threads give way to each other ten times as often:
         exllamav3 asks for the GIL at every torch call. Always so, it would cost steps."""
         self.n_slow += change
-        if change:
-            sys.setswitchinterval(0.0005 if self.n_slow else 0.005)
+        sys.setswitchinterval(0.0005 if self.n_slow else 0.005)
 
     def call(self, request: Request) -> Task | Response:
         """What the handler makes of the request. In any thread."""
-        handler: Handler = request.context
-        try:
-            body, request.body = request.body, b""  # it may be large, and the answer long
-            kind = list if handler is post_lora_adapters else dict
-            fields = loads(body, kind) if request.method == "POST" else request.query
-            result = handler(self, fields)
-            if isinstance(result, (Task, Response)):
-                return result
-            return Response(200, dumps(result), JSON_HEADERS)
-        except ApiError as error:
-            return self.error_response(error, request)
-        except RecursionError:
-            return self.error_response(bad("the request is nested too deeply"), request)
-        except BaseException:  # ours, or a panic in Rust: 500 for this request, nothing for others
-            log.exception("%s %s failed, id %s", request.method, request.path, request_id(request))
-            return self.error_response(ApiError(500, "internal error"), request)
+        handler, body = request.context, request.body
+        request.body = b""  # it may be large, and the answer long
+        kind = list if handler is post_lora_adapters else dict
+        result = handler(self, loads(body, kind) if request.method == "POST" else request.query)
+        done = isinstance(result, (Task, Response))
+        return result if done else Response(200, dumps(result), JSON_HEADERS)
 
-    def finish(self, exchange: Exchange, result: Task | Response | bool, slow: int = 0) -> None:
+    def finish(self, exchange: Exchange, result: Any, slow: int = 0) -> None:
+        """Sends a Response, or begins the answer to a Task."""
         self.set_slow(-slow)
-        try:
-            if isinstance(result, Response):
-                exchange.respond(result)
-            elif isinstance(result, Task) and not exchange.gone:
-                Answer(self, exchange, result).begin()
-        except Exception:  # ours: 500 for this request; a worker's callback has nobody to catch it
-            log.exception("an answer could not begin")
-            exchange.respond(self.error_response(ApiError(500, "internal error"), exchange.request))
+        if isinstance(result, Task) and not exchange.gone:
+            result = self.attempt(exchange.request, lambda: Answer(self, exchange, result).begin())
+        if isinstance(result, Response):
+            exchange.respond(result)
 
     # -- housekeeping --
 
@@ -1433,11 +1438,21 @@ class App:
             self.told, frames = self.engine.step_started, sys._current_frames()
             stack = "".join(traceback.format_stack(frames.get(self.engine.thread.ident or 0)))
             log.error("the engine has been in one step for %.1f s:\n%s", self.stuck_s(), stack)
+            if self.args.on_step_timeout == "fatal":
+                self.engine.fatal = f"one step took more than {self.args.step_timeout:g} s"
+                self.stop(self.engine.fatal)
 
     def stuck_s(self) -> float:
         """How long the engine has been in one step, if that is longer than --step-timeout."""
         took_s = self.engine.step_started and time.perf_counter() - self.engine.step_started
         return took_s if 0 < self.args.step_timeout < took_s else 0.0
+
+    def reload_keys(self) -> None:
+        """On SIGHUP. Counts start anew; a file with a mistake changes nothing."""
+        try:
+            self.keys = read_keys(self.args)
+        except eng.LoadError as exc:
+            log.error("the keys stay as they were: %s", exc)
 
     def loaded(self, backend: eng.Backend, model: Model) -> None:
         version = backend.info.engine.get("version", "unknown")
@@ -1461,12 +1476,11 @@ class App:
 def request_id(request: Request | None) -> str:
     """What the client calls its request, or a new name for it."""
     headers = request.headers if request else {}
-    return headers.setdefault("x-request-id", secrets.token_hex(8))[:100].strip()
+    return headers.setdefault("x-request-id", token_hex(8))[:100].strip()
 
 
-Handler = Callable[[App, Any], Any]  # given a POST's JSON, or the query of a GET
 # Bodies that mention one of these, or spell a name with escapes, may take long to prepare
-SLOW_WORDS = (b'"grammar"', b'"lark"', b'"json_schema"', b'"response_format"', b'"tools"', b"\\u00")
+SLOW_WORDS = re.compile(rb'"(?:grammar|lark|json_schema|response_format|tools)"|\\u00')
 
 
 def bare_host(host: str) -> str:
@@ -1509,15 +1523,15 @@ def get_slots(app: App, query: dict[str, str]) -> Any:
         row: dict[str, Any] = {"id": i, "n_ctx": app.model.info.n_ctx, "speculative": False}
         row |= {"is_processing": job is not None, "n_past": 0}
         if job is not None:
-            last, task = job.last or eng.Update(job), job.owner.task
-            n, n_prompt = last.n_decoded, len(job.params.prompt_ids)
+            last, choice = job.last or eng.Update(job), job.owner
+            n, n_prompt = last.n_decoded, choice.n_prompt
             n_taken, n_left = n_prompt if n else last.progress or 0, job.params.max_tokens - n
             n_cached = min(n_taken, last.n_cached)
             row |= {"n_past": n_taken + n, "id_task": job.id_task, "n_prompt_tokens": n_prompt}
             row |= {"n_prompt_tokens_cache": n_cached, "n_decoded": n, "n_remain": n_left}
             row["n_prompt_tokens_processed"] = n_taken - n_cached
             row["next_token"] = [{"has_next_token": True, "n_remain": n_left, "n_decoded": n}]
-            params = generation_settings(task.fields, task.params)
+            params = generation_settings(choice.task.fields, choice.task.params)
             row["params"] = {k: v for k, v in params.items() if k not in REQUEST_TEXTS}
         rows.append(row)
     return rows
@@ -1598,7 +1612,7 @@ def get_models(app: App, body: dict[str, Any]) -> Any:
     meta = {"n_vocab": model.info.n_vocab, "n_ctx": model.info.n_ctx}
     names = {"n_ctx_train": "ctx_train", "n_params": "params", "size": "bytes"}
     meta |= {name: facts[fact] for name, fact in names.items() if fact in facts}
-    row = {"id": model.alias, "object": "model", "created": model.created, "meta": meta}
+    row = {"id": model.alias, "object": "model", "created": int(time.time()), "meta": meta}
     return {"object": "list", "data": [row | {"owned_by": "exl3-serve"}]}
 
 
@@ -1628,12 +1642,13 @@ def post_apply_template(app: App, body: dict[str, Any]) -> Any:
     return {"prompt": render_chat(app.model, checked(body))[0]}
 
 
-def generating(prepare: Callable[..., Task], dialect: type) -> Handler:
+def generating(prepare: Callable[..., Task], dialect: type) -> Callable[[App, Any], Task]:
     return lambda app, body: prepare(dialect, app.model, body)
 
 
-# A text is what is not supported here: 501
-ROUTE_ROWS: tuple[tuple[str, str, Handler | str], ...] = (
+# What answers: given the app and a POST's JSON or the query of a GET. A text is what is not
+# supported here: 501
+ROUTE_ROWS: tuple[tuple[str, str, Any], ...] = (
     ("GET", "/health /v1/health", get_health),
     ("GET", "/props", get_props),
     ("GET", "/slots", get_slots),
@@ -1648,85 +1663,96 @@ ROUTE_ROWS: tuple[tuple[str, str, Handler | str], ...] = (
     ("POST", "/completion /completions", generating(prepare_completion, LlamaDialect)),
     ("POST", "/v1/completions", generating(prepare_completion, TextDialect)),
     ("POST", "/chat/completions /v1/chat/completions", generating(prepare_chat, ChatDialect)),
-    ("POST", "/chat/completions/input_tokens", post_input_tokens),
-    ("POST", "/v1/chat/completions/input_tokens", post_input_tokens),
+    ("POST", "/chat/completions/input_tokens /v1/chat/completions/input_tokens", post_input_tokens),
     ("POST", "/v1/chat/completions/control", post_control),
     ("POST", "/infill", generating(prepare_infill, LlamaDialect)),
     ("POST", "/embedding /embeddings /v1/embeddings", "embeddings"),
     ("POST", "/rerank /reranking /v1/rerank /v1/reranking", "reranking"),
     ("POST", "/audio/transcriptions /v1/audio/transcriptions", "audio"),
 )
-ROUTES: dict[str, dict[str, Handler | str]] = {}  # path -> method -> what answers
+ROUTES: dict[str, dict[str, Any]] = {}  # path -> method -> what answers
 for method, paths, handler in ROUTE_ROWS:
     for path in paths.split():
         ROUTES.setdefault(path, {})[method] = handler
 # Served without a key: probes must work, and llama-server leaves these open
+ADMIN_ROUTES = ("/slots", "/slots/{id}", "/metrics")  # once there is a key with the word admin
 OPEN_ROUTES = ("/health", "/v1/health", "/models", "/v1/models", "/")
 
 
 # ==== Options and main ============================================================================
 
 
-EXIT = {"default": "exit", "choices": ("exit", "restart") if hasattr(os, "fork") else ("exit",)}
 SOCKETS = "EXL3_SERVE_SOCKETS"  # environment: numbers of the listening sockets after a restart
-FLAG: dict[str, Any] = {"action": "store_true"}
-ON_OFF = {"action": argparse.BooleanOptionalAction, "default": True}
 # What llama-server takes for it in the environment
 TRUE, FALSE = ("1", "on", "true", "enabled"), ("0", "off", "false", "disabled")
-SPLIT = {"default": "auto", "choices": REASONING_FORMATS}
+FLAG: dict[str, Any] = {"action": "store_true"}
+ON_OFF = {"action": argparse.BooleanOptionalAction, "default": True}
+EFFORT, DRAFT_N = {"choices": EFFORTS}, {"type": int, "dest": "num_draft_tokens"}
 NO_SPLIT = {"action": "store_const", "const": "none", "dest": "reasoning_format"}
-STR, INT, FLOAT = {"type": str}, {"type": int}, {"type": float}
-WORDS: dict[str, Any] = {"type": lambda text: re.findall(r"[^,\s]+", text), "default": []}
-KEYS, OBJECT = {"type": WORDS["type"]}, {"type": lambda text: dict(json.loads(text))}
+
+
+def json_object(text: str) -> dict[str, Any]:
+    return dict(json.loads(text))
+
+
+words = partial(re.findall, r"[^,\s]+")  # of a list with commas
+WORDS = {"type": words, "default": []}
 PREFIX = {"type": lambda text: ("/" + text.strip("/")).rstrip("/"), "default": ""}
-TEMPERATURE = FLOAT | {"dest": "temperature"}
-MINUS_1, PING, EFFORT = INT | {"default": -1}, FLOAT | {"default": 30.0}, {"choices": EFFORTS}
-# flags, environment variable, what argparse is told, help; llama-server's names where it has one
-OPTIONS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
-    ("--config", "", STR, "YAML or JSON file: any option by its long name"),
-    ("--host", "LLAMA_ARG_HOST", {"default": "127.0.0.1"}, "address, name or path ending in .sock"),
-    ("--port", "LLAMA_ARG_PORT", INT | {"default": 8080}, "TCP port; 0 picks one and prints it"),
-    ("-np --parallel", "LLAMA_ARG_N_PARALLEL", INT | {"default": 2}, "slots; more requests wait"),
-    ("-a --alias", "LLAMA_ARG_ALIAS", STR, "the model's name in answers"),
-    ("--api-key", "LLAMA_API_KEY", KEYS, "key that clients must send; several with commas"),
-    ("--api-key-file", "LLAMA_ARG_API_KEY_FILE", STR, "file with one key a line"),
-    ("--ssl-cert-file", "LLAMA_ARG_SSL_CERT_FILE", STR, "certificates in PEM: serves HTTPS"),
-    ("--ssl-key-file", "LLAMA_ARG_SSL_KEY_FILE", STR, "its key, if that is in another file"),
+ON_FATAL = ("exit", "restart") if hasattr(os, "fork") else ("exit",)
+# flags, environment variable, a default or a type or choices or what argparse is told, help;
+# llama-server's names where it has one
+OPTIONS: tuple[tuple[str, str, Any, str], ...] = (
+    ("--config", "", str, "YAML or JSON file: any option by its long name"),
+    ("--host", "LLAMA_ARG_HOST", "127.0.0.1", "address, name or path ending in .sock"),
+    ("--port", "LLAMA_ARG_PORT", 8080, "TCP port; 0 picks one and prints it"),
+    ("-np --parallel", "LLAMA_ARG_N_PARALLEL", 2, "slots; more requests wait"),
+    ("-a --alias", "LLAMA_ARG_ALIAS", str, "the model's name in answers"),
+    ("--api-key", "LLAMA_API_KEY", words, "key that clients must send; several with commas"),
+    (
+        "--api-key-file",
+        "LLAMA_ARG_API_KEY_FILE",
+        str,
+        "a line: KEY [name] [max_parallel=N] [rpm=N] [tpm=N] [admin]",
+    ),
+    ("--audit-log", "", str, "file that gets a JSON line per request, without its text"),
+    ("--log-format", "", ("text", "json"), "of the log on stderr"),
+    ("--ssl-cert-file", "LLAMA_ARG_SSL_CERT_FILE", str, "certificates in PEM: serves HTTPS"),
+    ("--ssl-key-file", "LLAMA_ARG_SSL_KEY_FILE", str, "its key, if that is in another file"),
     ("--allowed-hosts", "", WORDS, "Host names served without a key, besides loopback"),
     ("--cors-origins", "LLAMA_ARG_CORS_ORIGINS", WORDS, "likewise web origins; or *"),
-    ("--path", "LLAMA_ARG_STATIC_PATH", STR, "directory of a web UI, served at / without a key"),
+    ("--path", "LLAMA_ARG_STATIC_PATH", str, "directory of a web UI, served at / without a key"),
     ("--api-prefix", "LLAMA_ARG_API_PREFIX", PREFIX, "what all paths begin with, as /llm"),
     ("--metrics", "LLAMA_ARG_ENDPOINT_METRICS", FLAG, "serve /metrics, for Prometheus"),
     ("--slots", "LLAMA_ARG_ENDPOINT_SLOTS", ON_OFF, "serve /slots; --no-slots: do not"),
     ("--jinja", "", FLAG, "has no effect: templates always are Jinja's"),
-    ("-to --timeout", "LLAMA_ARG_TIMEOUT", FLOAT | {"default": 30.0}, "seconds a peer may stall"),
-    ("--max-tokens-cap", "", INT | {"default": 4096}, "most tokens of an answer; 0: the context"),
-    ("--chat-template-file", "LLAMA_ARG_CHAT_TEMPLATE_FILE", STR, "instead of the model's own"),
-    ("--chat-template-kwargs", "LLAMA_ARG_CHAT_TEMPLATE_KWARGS", OBJECT, "JSON object"),
-    ("--reasoning-format", "LLAMA_ARG_THINK", SPLIT, "none: thoughts stay in the content"),
+    ("-to --timeout", "LLAMA_ARG_TIMEOUT", 30.0, "seconds a peer may stall"),
+    ("--max-tokens-cap", "", 4096, "most tokens of an answer; 0: the context"),
+    ("--chat-template-file", "LLAMA_ARG_CHAT_TEMPLATE_FILE", str, "instead of the model's own"),
+    ("--chat-template-kwargs", "LLAMA_ARG_CHAT_TEMPLATE_KWARGS", json_object, "JSON object"),
+    ("--reasoning-format", "LLAMA_ARG_THINK", REASONING_FORMATS, "none: thoughts are content"),
     ("--no-think-split", "", NO_SPLIT, "the same as --reasoning-format none"),
     ("--reasoning-effort", "LLAMA_ARG_REASONING_EFFORT", EFFORT, "for templates that know efforts"),
-    ("--reasoning-budget", "LLAMA_ARG_THINK_BUDGET", MINUS_1, "tokens of a thought; -1: no limit"),
-    ("--reasoning-budget-message", "LLAMA_ARG_THINK_BUDGET_MESSAGE", STR, "ends a thought cut so"),
-    ("-s --seed", "", MINUS_1, "-1: another one for every request"),
-    ("--temp --temperature", "LLAMA_ARG_TEMPERATURE", TEMPERATURE, "default, as are the next"),
-    ("--top-k", "LLAMA_ARG_TOP_K", INT, "0: off"),
-    ("--top-p", "LLAMA_ARG_TOP_P", FLOAT, "1: off"),
-    ("--min-p", "LLAMA_ARG_MIN_P", FLOAT, "0: off"),
-    ("--repeat-penalty", "LLAMA_ARG_REPEAT_PENALTY", FLOAT, "1: off"),
-    ("--presence-penalty", "LLAMA_ARG_PRESENCE_PENALTY", FLOAT, "0: off"),
-    ("--frequency-penalty", "LLAMA_ARG_FREQUENCY_PENALTY", FLOAT, "0: off"),
-    ("--draft-n", "", INT | {"dest": "num_draft_tokens"}, "draft tokens a step; 1 with -mtp alone"),
+    ("--reasoning-budget", "LLAMA_ARG_THINK_BUDGET", -1, "tokens of a thought; -1: no limit"),
+    ("--reasoning-budget-message", "LLAMA_ARG_THINK_BUDGET_MESSAGE", str, "ends a thought cut so"),
+    ("-s --seed", "", -1, "-1: another one for every request"),
+    ("--temperature --temp", "LLAMA_ARG_TEMPERATURE", float, "default of requests; 0: greedy"),
+    ("--draft-n", "", DRAFT_N, "draft tokens a step; 1 with -mtp alone"),
     ("--dyn-draft", "", FLAG | {"dest": "dynamic_draft"}, "adapt the draft length"),
-    ("--sse-ping-interval", "LLAMA_ARG_SSE_PING_INTERVAL", PING, "seconds of silence in a stream"),
-    ("--drain-seconds", "", FLOAT | {"default": 5.0}, "time for running requests on a signal"),
-    ("--step-timeout", "", FLOAT | {"default": 0.0}, "seconds a step may take; 0: no limit"),
-    ("--recovery-attempts", "", INT | {"default": 3}, "restarts of a failed generator in 60 s"),
-    ("--on-fatal", "", EXIT, "restart: the process anew, with the same listening sockets"),
+    ("--sse-ping-interval", "LLAMA_ARG_SSE_PING_INTERVAL", 30.0, "seconds of silence in a stream"),
+    ("--drain-seconds", "", 5.0, "time for running requests on a signal"),
+    ("--step-timeout", "", 0.0, "seconds a step may take; 0: no limit"),
+    ("--on-step-timeout", "", ("report", "fatal"), "report: in the log and /health"),
+    ("--recovery-attempts", "", 3, "restarts of a failed generator in 60 s"),
+    ("--on-fatal", "", ON_FATAL, "restart: the process anew, with the same listening sockets"),
     ("--fake", "", FLAG, "no model: a scripted engine for trying clients"),
-    ("--fake-delay", "", FLOAT | {"default": 0.0}, "seconds a step of the fake engine takes"),
-    ("--fake-script", "", STR, "file with a JSON list of pieces to say"),
+    ("--fake-delay", "", 0.0, "seconds a step of the fake engine takes"),
+    ("--fake-script", "", str, "file with a JSON list of pieces to say"),
 )
+for name in ("top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"):
+    flag, env = f"--{name.replace('_', '-')}", f"LLAMA_ARG_{name.upper()}"
+    OPTIONS += (
+        (flag, env, FIELDS[name].kind, f"default of requests; {eng.NEUTRAL_SAMPLING[name]:g}: off"),
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -1736,29 +1762,31 @@ def make_parser() -> argparse.ArgumentParser:
     title = "server (llama-server's names; where exllamav3 has the same, exllamav3's flag wins)"
     own = parser.add_argument_group(title)
     for flags, env, told, text in OPTIONS:
+        if isinstance(told, tuple):
+            told = {"choices": told, "default": told[0]}
+        elif not isinstance(told, dict):
+            told = {"type": told} if callable(told) else {"type": type(told), "default": told}
         own.add_argument(*flags.split(), help=f"{text} [{env}]" if env else text, **told)
     own.add_argument("--version", action="version", version=f"exl3-serve {VERSION}")
     return parser
 
 
-def read_config(parser: argparse.ArgumentParser, path: str) -> dict[str, Any]:
-    try:
-        import yaml
+def read_config(path: str) -> dict[str, Any]:
+    import yaml
 
-        return dict(yaml.safe_load(Path(path).read_text("utf-8")) or {})
-    except Exception as exc:  # yaml's errors have no base in common with the others
-        parser.error(f"--config {path}: {' '.join(str(exc).split())}")
+    with eng.naming(f"--config {path}"):
+        settings = dict(yaml.safe_load(Path(path).read_text("utf-8")) or {})
+    return settings
 
 
 def as_argv(parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[str]:
     """Settings by the long names of options, as they would stand on the command line."""
     argv, known = [], parser._option_string_actions
     for key, value in settings.items():
-        flag, text = f"--{key}", str(value)
+        flag, value = f"--{key}", ",".join(map(str, value)) if isinstance(value, list) else value
         if flag not in known:
             parser.error(f"--config: there is no option {flag}")
-        if isinstance(value, (list, dict)):
-            text = ",".join(map(str, value)) if isinstance(value, list) else dumps(value).decode()
+        text = dumps(value).decode() if isinstance(value, dict) else str(value)
         if known[flag].nargs == 0 and text.lower() in TRUE + FALSE:
             flag = flag if text.lower() in TRUE else f"--no-{key}"
             argv += [flag] if flag in known else []
@@ -1775,10 +1803,10 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     argv = as_argv(parser, {key: os.environ[env] for key, env in rows if env in os.environ}) + argv
     args = parser.parse_args(argv)
     if args.config:
-        argv = as_argv(parser, read_config(parser, args.config)) + argv
+        argv = as_argv(parser, read_config(args.config)) + argv
         args = parser.parse_args(argv)
-    if args.parallel < 1 or args.max_tokens_cap < 0 or not args.timeout > 0:
-        parser.error("--parallel must be 1 or more, --max-tokens-cap not below 0, --timeout above")
+    if min(args.parallel - 1, args.max_tokens_cap, args.fake_delay) < 0 or not args.timeout > 0:
+        parser.error("one of --parallel --max-tokens-cap --fake-delay --timeout is too small")
     if args.path and not Path(args.path).is_dir():
         parser.error(f"--path {args.path} is no directory")
     if args.ssl_key_file and not args.ssl_cert_file:
@@ -1790,19 +1818,18 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def tls_context(args: argparse.Namespace) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
+    with eng.naming("no certificate and key in --ssl-cert-file and --ssl-key-file"):
         context.load_cert_chain(args.ssl_cert_file, args.ssl_key_file)
-    except OSError as exc:
-        raise OSError(f"no certificate and key in --ssl-cert-file and -key-file: {exc}") from exc
     return context
 
 
-def read_keys(args: argparse.Namespace) -> list[bytes]:
+def read_keys(args: argparse.Namespace) -> list[Key]:
     path = args.api_key_file
-    lines = Path(path).read_bytes().splitlines() if path else []
-    keys = [key.strip() for key in [*map(str.encode, args.api_key or []), *lines] if key.strip()]
+    with eng.naming(f"--api-key-file {path}"):
+        lines = Path(path).read_text("utf-8").splitlines() if path else []
+        keys = [Key(line) for line in [*(args.api_key or []), *lines] if line.strip()]
     if not keys and (path or args.api_key is not None):
-        raise OSError("there is no key in --api-key or --api-key-file")
+        raise eng.LoadError("there is no key in --api-key or --api-key-file")
     return keys
 
 
@@ -1817,7 +1844,7 @@ def load_model(app: App, args: argparse.Namespace, argv: list[str]) -> None:
         model = Model(backend, args)
         app.loop.call_soon_threadsafe(app.loaded, backend, model)
     except BaseException as exc:  # anything: the operator gets one line, the process ends
-        line = f"{type(exc).__name__}: {next(iter(str(exc).strip().splitlines()), '')}"
+        line = f"{type(exc).__name__}: {' '.join(str(exc).split())[:500]}"
         app.loop.call_soon_threadsafe(app.stop, f"cannot load the model: {line}")
 
 
@@ -1841,8 +1868,9 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     t, n = args.timeout, max(SPARE_FILES, n_files - SPARE_FILES)
     server = Server(app, Limits(header_timeout=t, body_timeout=t, write_timeout=t, connections=n))
     await server.serve(sockets, tls)
-    for name in (signal.SIGINT, signal.SIGTERM):  # not add_signal_handler: Windows has none
-        signal.signal(name, lambda *_: app.loop.call_soon_threadsafe(app.stop))
+    for name, act in {"SIGINT": app.stop, "SIGTERM": app.stop, "SIGHUP": app.reload_keys}.items():
+        if number := getattr(signal, name, None):  # Windows has no SIGHUP, nor add_signal_handler
+            signal.signal(number, lambda *_, act=act: app.loop.call_soon_threadsafe(act))
     log.info("listening on %s", " and ".join(urls))
     if not app.keys and not app.local:
         log.warning("no --api-key: anyone who reaches this address can use the model")
@@ -1859,6 +1887,9 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
         answer.finish(ApiError(503, "the server is shutting down"))
     await server.wait_idle(0.5)
     server.close()
+    while server.connections:  # the audit log hears of each in the next turns of the loop
+        await asyncio.sleep(0)
+    app.scribe.shutdown()
     if app.ready:
         app.engine.close()
         return 70 if app.engine.fatal else 0  # sysexits.h EX_SOFTWARE
@@ -1882,11 +1913,13 @@ def url_of(sock: Any, scheme: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args, argv = parse_options(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
+        args, argv = parse_options(sys.argv[1:] if argv is None else argv)
+        if args.log_format == "json":
+            logging.getLogger().handlers[0].setFormatter(JsonLines())
         code = asyncio.run(serve(args, argv))
-    except OSError as exc:
+    except (OSError, eng.LoadError) as exc:
         print(f"exl3-serve: {exc}", file=sys.stderr)
         return 1
     # exllamav3 ends its worker processes when the interpreter exits: two seconds for that. Threads

@@ -103,6 +103,7 @@ logger = logging.getLogger("exl3_serve.http")
 
 READ_BYTES = 32 * 1024  # one read, so also the most that is parsed in one turn of the loop
 READ_AHEAD_BYTES = 64 * 1024  # pipelined bytes kept while an answer is due; then reading pauses
+CLIENT_GONE = 499  # nginx's
 DRAIN_BYTES = 1024 * 1024  # body of a refused request that is read so as to keep the connection
 
 
@@ -134,6 +135,7 @@ class Request:
     headers: dict[str, str]  # lower-case names, latin-1 values, duplicates joined with ", "
     body: bytes | bytearray = b""  # empty in on_head, grows, complete in on_request
     context: Any = None  # the app's; not touched here
+    peer: str = ""  # the client's address; none over a Unix socket
 
 
 @dataclass(slots=True)
@@ -145,10 +147,10 @@ class Response:
 
 
 class App(Protocol):
-    """What answers. All four are called on the loop and must not block.
+    """What answers. All are called on the loop and must not block.
 
     An exception out of on_head or on_request is logged and becomes a 500, or a dropped connection
-    when part of an answer was sent. The other two must not raise.
+    when part of an answer was sent. The others must not raise.
     """
 
     def on_head(self, request: Request) -> Response | None:
@@ -163,6 +165,10 @@ class App(Protocol):
     def common_headers(self, request: Request | None) -> list[tuple[str, str]]:
         """Added to every answer, errors and streams too."""
 
+    def on_done(self, request: Request | None, status: int) -> None:
+        """An answer with this status is sent; CLIENT_GONE: the client left before that. Once for
+        each request, and for each error that came before its head."""
+
 
 # The table at the top of this file says what each is and what it does. CLOSED is not among them:
 # it is whenever transport.is_closing(), which also knows before us that a write has failed.
@@ -173,7 +179,6 @@ State = enum.Enum("State", "IDLE HEAD BODY ANSWERING LINGERING")
 SSE_PING = b": ping\n\n"  # a comment; decoders ignore it (WHATWG HTML 9.2.6)
 SSE_HEADERS = [("Content-Type", "text/event-stream"), ("Cache-Control", "no-cache")]
 SSE_HEADERS += [("X-Accel-Buffering", "no")]  # nginx: pass on every event at once
-ABSOLUTE_FORM = re.compile(r"https?://([^/?#]*)(.*)", re.IGNORECASE)
 
 
 def sse_event(data: bytes, event: bytes | None = None) -> bytes:
@@ -190,7 +195,7 @@ def make_request(event: h11.Request) -> Request:
         name, value = raw_name.decode("ascii"), raw_value.decode("latin-1")
         # Stripped, because it may be sent back: "a, " with nothing behind it could not be
         headers[name] = f"{headers[name]}, {value}".strip() if name in headers else value
-    if absolute := ABSOLUTE_FORM.fullmatch(target):
+    if absolute := re.fullmatch(r"(?i)https?://([^/?#]*)(.*)", target):
         headers["host"], target = absolute.groups()
     path, _, fields = target.partition("?")  # urlsplit would take //a/b for a host
     query = dict(urllib.parse.parse_qsl(fields, keep_blank_values=True))
@@ -397,6 +402,8 @@ class Connection(asyncio.BufferedProtocol):
             self.app.on_request(self.exchange)
 
     def take_head(self, request: Request) -> None:
+        address = self.transport.get_extra_info("peername")
+        request.peer = address[0] if isinstance(address, tuple) else ""
         self.request = request
         self.refusal = self.app.on_head(request)
         self.body_limit = self.limits.body_bytes if self.refusal is None else DRAIN_BYTES
@@ -425,6 +432,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def head(self, status: int, headers: list[tuple[str, str]], close: bool = False) -> bytes:
         fields = [("Date", self.server.date), *headers, *self.app.common_headers(self.request)]
+        self.status = status
         if close or not self.server.accepting:
             fields.append(("Connection", "close"))
         raw = [(name.encode("latin-1"), text.encode("latin-1", "replace")) for name, text in fields]
@@ -443,6 +451,7 @@ class Connection(asyncio.BufferedProtocol):
     def finish(self, data: bytes, head: bytes = b"") -> None:
         """Sends the end of an answer; data is the last part of its body. Then what comes next."""
         self.send(head + self.part(data) + self.h11.send(h11.EndOfMessage()))
+        self.app.on_done(self.request, self.status)
         self.exchange = self.request = self.refusal = None
         if self.h11.our_state is h11.DONE and self.server.accepting:
             self.h11.start_next_cycle()
@@ -463,6 +472,8 @@ class Connection(asyncio.BufferedProtocol):
         if exchange is not None:
             exchange.gone = True
             exchange.on_gone()
+        if self.request is not None:
+            self.app.on_done(self.request, CLIENT_GONE)
 
     def check(self, now: float) -> None:
         """Called at each tick: is the client taking its bytes, and is it in time with its own?"""
@@ -496,10 +507,9 @@ class Server:
         """Starts accepting on sockets from `bind`, owned from now on. Returns when listening."""
         self.loop = asyncio.get_running_loop()
         self._tick()
-        tls: dict[str, Any] = {}
-        if ssl is not None:
-            tls = {"ssl": ssl, "ssl_handshake_timeout": self.limits.header_timeout}
-            tls["ssl_shutdown_timeout"] = self.limits.write_timeout
+        handshake, shutdown = self.limits.header_timeout, self.limits.write_timeout
+        timeouts = {"ssl_handshake_timeout": handshake, "ssl_shutdown_timeout": shutdown}
+        tls: dict[str, Any] = {"ssl": ssl, **timeouts} if ssl else {}
         for sock in sockets:
             listener = await self.loop.create_server(lambda: Connection(self), sock=sock, **tls)
             self._listeners.append(listener)

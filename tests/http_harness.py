@@ -41,6 +41,7 @@ class ScriptedApp:
         self.requests: list[http11.Request] = []
         self.held: list[http11.Exchange] = []
         self.gone: list[http11.Exchange] = []
+        self.done: list[tuple[str | None, int]] = []
 
     def on_head(self, request: http11.Request) -> http11.Response | None:
         self.heads.append(request)
@@ -100,6 +101,9 @@ class ScriptedApp:
 
     def common_headers(self, request: http11.Request | None) -> list[tuple[str, str]]:
         return [("Server", "scripted")]
+
+    def on_done(self, request: http11.Request | None, status: int) -> None:
+        self.done.append((request and request.path, status))
 
 
 class Served:

@@ -4,8 +4,9 @@
 answer is checked: the fake's follows from the prompt, and the real engine, at temperature 0, must
 say what it said when it was asked alone. A request that was sent whole and not cancelled must get
 exactly one answer, the right one, or the error that was planted. At the end no slot is held, nobody
-waits, /metrics counts every restart of the engine and nothing that is left over, and neither memory
-nor descriptors have grown. Any violation is printed, and exit code 1.
+waits, /metrics counts every restart of the engine and nothing that is left over, the audit log has
+every request once, and neither memory nor descriptors have grown. Any violation is printed, and the
+exit code is 1.
 
 test_soak.py runs ten seconds of it.
 """
@@ -476,7 +477,9 @@ class Soak:
     def run(self):
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "index.html").write_bytes(PAGE)
+            self.audit = Path(folder, ".audit")
             args = [*self.oracle.args, "--port", "0", "--metrics", "--path", folder]
+            args += ["--audit-log", str(self.audit)]
             self.server = Server(args, "serve_faulty.py")
             try:
                 self.server.wait_ready()
@@ -527,6 +530,11 @@ class Soak:
             self.server.n_checked = len(self.server.log())
             if self.server.stop() != 0:
                 self.violation("the exit code is not 0")
+            rows = [json.loads(line) for line in self.audit.read_text().splitlines()]
+            assert len({row["id"] for row in rows}) == len(rows), "a request was audited twice"
+            written = collections.Counter(f"answers {row['status']}" for row in rows)
+            for what, n in self.counts.items():  # answers to those who left are written only
+                assert not what.startswith("answers ") or written[what] >= n, f"lost: {what}"
         except AssertionError as exc:
             self.violation(f"at the end: {exc}")
 

@@ -884,6 +884,22 @@ def test_contract_a_rebuilt_backend_goes_on_as_before(driver):
     assert after.text == before.text
 
 
+def test_a_rebuilt_generator_that_makes_no_token_is_no_remedy(exl3_backend, monkeypatch):
+    def every_end_is_a_failure(backend):
+        updates = iterate(backend)
+        for update in updates:
+            update.end = update.end and EndKind.FAILED
+        return updates
+
+    iterate = eng.Exl3Backend.iterate
+    monkeypatch.setattr(eng.Exl3Backend, "iterate", every_end_is_a_failure)
+    with pytest.raises(RuntimeError, match="makes no token"):
+        exl3_backend.rebuild()
+    monkeypatch.undo()
+    exl3_backend.rebuild()
+    assert exl3_backend.generator.num_remaining_jobs() == 0
+
+
 def test_contract_an_injection_is_said_next(driver):
     listener = driver.submit(n=40)
     while not listener.text:
@@ -988,7 +1004,7 @@ def edge_values(field_rule):
 
 EDGES = [
     (name, value)
-    for name in exl3_serve.SAMPLING_FIELDS
+    for name in eng.NEUTRAL_SAMPLING
     if exl3_serve.FIELDS[name].kind in (int, float)
     for value in edge_values(exl3_serve.FIELDS[name])
 ]

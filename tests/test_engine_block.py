@@ -241,7 +241,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, kind):
     write_model(tmp_path, DENSE)
     path = tmp_path / "model.safetensors"
     path.write_bytes(damaged(kind, path))
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(engine.LoadError, match=r"model\.safetensors is damaged"):
         engine.disk_facts(str(tmp_path))
 
 

@@ -468,6 +468,28 @@ def leave(sock: socket.socket, how: str) -> None:
         sock.close()
 
 
+def test_the_app_hears_once_of_the_end_of_each_request_with_what_was_answered():
+    with serving() as served:
+        with served.connect() as sock:
+            for path, fields in (("/echo", {}), ("/echo", {"x_refuse": "401"}), ("/raise", {})):
+                sock.sendall(request(path, **fields))
+                read_answer(sock)
+        with served.connect() as sock:
+            sock.sendall(request("/body", b"half")[:-2])
+            eventually(lambda: len(served.app.heads) == 4)
+        with served.connect() as sock:
+            sock.sendall(request("/start"))
+            eventually(lambda: served.app.held)
+        with served.connect() as sock:
+            sock.sendall(b"nonsense\r\n\r\n")
+            read_answer(sock)
+        eventually(lambda: len(served.app.done) == 6)
+    ends = {("/body", 400), ("/start", 499), (None, 400)}
+    assert served.app.done[:3] == [("/echo", 200), ("/echo", 401), ("/raise", 500)]
+    assert set(served.app.done[3:]) == ends
+    assert {head.peer for head in served.app.heads} == {"127.0.0.1"}
+
+
 @pytest.mark.parametrize("how", ["FIN", "RST", "half-close"])
 @pytest.mark.parametrize("path", ["/hold", "/start"])
 def test_a_client_that_leaves_while_an_answer_is_due_is_noticed_once(how, path):

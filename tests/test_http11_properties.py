@@ -346,3 +346,4 @@ def test_whatever_happens_in_any_order_an_exchange_ends_once(actions):
         connection.connection_lost(None)
     assert connection.exchange is None and not server.connections
     assert len(app.gone) == len(set(map(id, app.gone))) <= len(app.held)
+    assert [path for path, _ in app.done if path] == [head.path for head in app.heads]

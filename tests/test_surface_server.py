@@ -533,21 +533,28 @@ def test_json_is_a_config_file_too(own_server, tmp_path):
         ("fake: true\nmetrics: 3", "--metrics"),
         ("fake: true\nreasoning-format: x", "--reasoning-format"),
         ("fake: true\nchat-template-kwargs: [1]", "--chat-template-kwargs"),
-        ("fake: {", "config.yaml"),
-        ("just text", "config.yaml"),
-        ("!!python/object/apply:os.system ['true']", "config.yaml"),
     ],
 )
-def test_a_wrong_config_file_is_a_clear_line_and_exit_code_2(own_server, tmp_path, text, names):
+def test_a_wrong_option_in_a_file_is_a_clear_line_and_exit_code_2(
+    own_server, tmp_path, text, names
+):
     server = started_with(own_server, tmp_path, text)
     assert server.wait_end() == 2
     last = server.log().strip().splitlines()[-1]
     assert "error:" in last and names in last, server.log()
 
 
-def test_a_missing_config_file_is_a_clear_line(own_server, tmp_path):
-    server = own_server("--fake", "--config", tmp_path / "missing.yaml")
-    assert server.wait_end() == 2 and "missing.yaml" in server.log().splitlines()[-1]
+@pytest.mark.parametrize(
+    "text", [None, "fake: {", "just text", "!!python/object/apply:os.system ['true']"]
+)
+def test_a_broken_or_missing_config_file_is_one_clear_line(own_server, tmp_path, text):
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    server = own_server("--fake", "--config", path)
+    assert server.wait_end() == 1
+    (line,) = server.log().strip().splitlines()
+    assert line.startswith(f"exl3-serve: --config {path}: ")
 
 
 @pytest.mark.parametrize(

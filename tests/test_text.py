@@ -22,7 +22,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import engine as eng
 import exl3_serve as serve
-from exl3_serve import ApiError, Pipeline, Scanner, ThinkTags, ThoughtSplitter
+from exl3_serve import ApiError, Pipeline, Scanner, ThinkTags
 
 quick = settings(deadline=None, max_examples=200)
 
@@ -208,17 +208,21 @@ OPEN, CLOSE = 900, 901
 
 
 def split(texts, in_thought=True, tags=TAGS, ids=None):
-    """The parts of a whole text, and what feed gave before finish."""
-    splitter = ThoughtSplitter(tags, ids or {}, in_thought)
+    """The deltas of a whole text in which no stop string is looked for."""
+    line = Pipeline(tags, ids or {}, in_thought)
     pieces = texts if texts and isinstance(texts[0], tuple) else numbered(texts)
-    return [part for text, i in pieces for part in splitter.feed(text, i)] + splitter.finish()
+    return [delta for text, i in pieces for delta in line.feed(text, i)] + line.finish()
 
 
-def joined(parts, kind):
-    return "".join(text for k, text, *_ in parts if k == kind)
+def held_in(line):
+    return sum(len(scanner.held) for scanner in line.scanners.values())
 
 
-class TestThoughtSplitter:
+def joined(deltas, kind):
+    return "".join(text for k, text in deltas if k == kind)
+
+
+class TestThoughts:
     @settings(quick, max_examples=400)
     @given(texts=texts_of("<>/ a"), in_thought=st.booleans())
     @example(texts=["a", "\n", "</", ">", "\n\n", "a"], in_thought=True)
@@ -233,14 +237,15 @@ class TestThoughtSplitter:
     @settings(quick, max_examples=400)
     @given(texts=texts_of("<>/ a"), in_thought=st.booleans())
     def test_no_piece_is_split_or_merged_but_next_to_a_tag(self, texts, in_thought):
-        parts, last = split(texts, in_thought), -1
-        for _, text, ids in parts:
+        letters = [chr(0x4E00 + i) for i in range(len(texts))]  # each piece has its own
+        texts = [text.replace("a", own) for text, own in zip(texts, letters, strict=True)]
+        last = 0
+        for _, text in split(texts, in_thought):
             assert text
-            if ids:  # what follows a tag within a piece comes without ids
-                (number,) = ids
+            for number in {letters.index(letter) for letter in text if letter in letters}:
                 assert number >= last and text in texts[number]
                 last = number
-                if texts[number] == "a" * len(texts[number]):
+                if set(texts[number]) == {letters[number]}:
                     assert text == texts[number]
 
     @quick
@@ -264,7 +269,7 @@ class TestThoughtSplitter:
 
     def test_an_opening_tag_inside_the_answer_is_text(self):
         assert split(["a", "<>", "b", "</>", "c"], False) == [
-            ("content", text, (i,)) for i, text in enumerate(["a", "<>", "b", "</>", "c"])
+            ("content", text) for text in ["a", "<>", "b", "</>", "c"]
         ]
 
     def test_a_thought_that_is_never_closed_stays_a_thought(self):
@@ -272,33 +277,27 @@ class TestThoughtSplitter:
         assert joined(split(["<>", "a"], False), "reasoning") == "a"
 
     def test_an_answer_is_held_only_while_it_may_open_a_thought(self):
-        splitter = ThoughtSplitter(TAGS, {}, False)
-        assert splitter.feed(" ", (0,)) == []
-        assert splitter.feed("<", (1,)) == []
-        assert splitter.feed("a", (2,)) == [
-            ("content", " ", (0,)),
-            ("content", "<", (1,)),
-            ("content", "a", (2,)),
-        ]
-        assert splitter.feed("<>", (3,)) == [("content", "<>", (3,))]
+        line = Pipeline(TAGS, {}, False)
+        assert line.feed(" ", (0,)) == []
+        assert line.feed("<", (1,)) == []
+        assert line.feed("a", (2,)) == [("content", " "), ("content", "<"), ("content", "a")]
+        assert line.feed("<>", (3,)) == [("content", "<>")]
 
     def test_text_that_only_looks_like_a_tag_with_an_id_is_not_held(self):
-        splitter = ThoughtSplitter(TAGS, {OPEN: "<>"}, False)
-        assert splitter.feed("<", (1,)) == [("content", "<", (1,))]
+        assert Pipeline(TAGS, {OPEN: "<>"}, False).feed("<", (1,)) == [("content", "<")]
 
     def test_an_answer_of_white_space_alone_is_not_held_for_ever(self):
-        splitter = ThoughtSplitter(TAGS, {}, False)
-        parts = [part for i in range(1000) for part in splitter.feed(" ", (i,))]
-        assert len(parts) == 1000
-        assert splitter.opening.held == []
+        line = Pipeline(TAGS, {}, False)
+        deltas = [delta for i in range(1000) for delta in line.feed(" ", (i,))]
+        assert len(deltas) == 1000 and not held_in(line)
 
     def test_the_work_per_piece_is_bounded(self):
         for texts, n in ((["a"], 100_000), ([" "], 10_000), (["<", "/"], 50_000)):
-            splitter, held = ThoughtSplitter(TAGS, {}, True), 0
+            line, held = Pipeline(TAGS, {}, True), 0
             for i in range(n):
                 for text in texts:
-                    splitter.feed(text, (i,))
-                held = max(held, len(splitter.close.held + splitter.opening.held))
+                    line.feed(text, (i,))
+                held = max(held, held_in(line))
             assert held <= serve.MAX_GLUED_SPACE
 
 
@@ -308,8 +307,7 @@ THINK = serve.THINK_TAGS[-1]
 
 
 def pipeline(stops=(), in_thought=None, tags=THINK, ids=None):
-    splitter = None if in_thought is None else ThoughtSplitter(tags, ids or {}, in_thought)
-    return Pipeline(splitter, serve.parse_stops(list(stops), "stop"))
+    return Pipeline(tags, ids or {}, in_thought, serve.parse_stops(list(stops), "stop"))
 
 
 def run(line, texts, cut=False):
@@ -350,14 +348,14 @@ class TestPipeline:
     @quick
     @given(stops=marks_ab, texts=texts_of("ab<>/"), in_thought=st.sampled_from([None, False, True]))
     def test_pieces_that_wait_are_counted(self, stops, texts, in_thought):
-        """n_held is how many of the pieces fed have text that is still inside, tags not counted."""
+        """Held are how many of the pieces fed have text that is still inside, tags not counted."""
         line = pipeline(stops, in_thought, TAGS)
         for text in texts:
             line.feed(text, ())
             if line.stopped:
-                assert line.n_held == 0
+                assert not held_in(line)
                 return
-        n_held = line.n_held
+        n_held = held_in(line)
         flushed = line.finish()
         assert len(flushed) == n_held or line.stopped
 
@@ -420,7 +418,7 @@ def fake_pieces(script):
 
 def as_script(data, cuts):
     bounds = [0, *sorted(c for c in cuts if 0 < c < len(data)), len(data)]
-    return [{"hex": data[i:j].hex()} for i, j in itertools.pairwise(bounds) if i < j]
+    return [data[i:j] for i, j in itertools.pairwise(bounds) if i < j]
 
 
 class TestIncrementalUtf8:
@@ -616,7 +614,6 @@ class TestLogitBias:
     @pytest.mark.parametrize(
         ("value", "expected"),
         [
-            (None, {}),
             ([], {}),
             ({}, {}),
             ({"5": 1.5, "7": -100}, {5: 1.5, 7: -100}),

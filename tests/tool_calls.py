@@ -284,10 +284,11 @@ class SpacedScanner(Scanner):
 
     space = ""
 
-    def _cut(self, start: int) -> Any:
-        whole = "".join(text for text, _ in self.held)[:start]
-        self.space = whole[len(whole.rstrip()) :]
-        return super()._cut(start)
+    def _release(self, keep: float, cut: bool = False) -> Any:
+        if cut:
+            rest = "".join(text for text, _ in self.held)[int(keep) :]
+            self.space = rest[: len(rest) - len(rest.lstrip())]
+        return super()._release(keep, cut)
 
 
 class ToolParser:

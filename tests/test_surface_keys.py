@@ -1,0 +1,302 @@
+"""Keys with limits, the audit log, request ids, and what the operator is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import threading
+import time
+
+import pytest
+from server_process import HI, Reader, eventually, http_request, in_threads
+
+import exl3_serve as serve
+
+CHAT = "/v1/chat/completions"
+ASK = {"messages": HI, "max_tokens": 2}
+ENDLESS = ASK | {"stream": True, "ignore_eos": True, "max_tokens": 100_000}
+
+
+def with_key(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    def write(*lines):
+        path = tmp_path / "keys"
+        path.write_text("".join(f"{line}\n" for line in lines))
+        return path
+
+    return write
+
+
+def ask(server, key, path=CHAT, body=ASK):
+    """(status, headers, answer) of a request with this key."""
+    status, headers, answer = server.request("POST", path, body, with_key(key))
+    return status, headers, json.loads(answer)
+
+
+# ---- Lines of the file ---------------------------------------------------------------------------
+
+
+def test_a_line_is_a_key_and_what_it_may():
+    key = serve.Key("s3cret  ci max_parallel=2 rpm=60 tpm=90000 admin")
+    assert (key.secret, key.name, key.admin) == (b"s3cret", "ci", True)
+    assert key.limits == {"max_parallel": 2, "rpm": 60, "tpm": 90000}
+    key = serve.Key("alone")
+    assert (key.secret, key.name, key.admin, key.limits) == (b"alone", "", False, {})
+
+
+@pytest.mark.parametrize("word", ["rpm=x", "rpm=-1", "rpm=", "speed=3", "rpm=1.5"])
+def test_a_word_that_is_not_understood_is_named_and_the_key_is_not(word):
+    with pytest.raises(ValueError, match=re.escape(word)) as caught:
+        serve.Key(f"s3cret name {word}")
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_mistake_in_the_file_ends_the_start_with_one_line(own_server, key_file):
+    path = key_file("a one", "b two words")
+    server = own_server("--fake", "--api-key-file", path)
+    assert server.wait_end() == 1
+    line = f"exl3-serve: --api-key-file {path}: 'words' is not understood"
+    assert server.log().strip().splitlines() == [line]
+
+
+# ---- Limits --------------------------------------------------------------------------------------
+
+
+def test_no_more_answers_at_a_time_than_max_parallel(fake_server, key_file):
+    path = key_file("", "one first max_parallel=1", "two")
+    server = fake_server(["x"], "--api-key-file", path, delay=0.01)
+    with server.connect() as sock:
+        sock.sendall(http_request(CHAT, ENDLESS, headers=with_key("one")))
+        assert Reader(sock).head()[0] == 200
+        status, headers, answer = ask(server, "one")
+        assert status == 429 and headers["retry-after"] == "1"
+        assert answer["error"]["type"] == "rate_limit_error"
+        assert "max_parallel=1" in answer["error"]["message"]
+        assert ask(server, "two")[0] == 200
+    eventually(lambda: ask(server, "one")[0] == 200, "the slot of the key is free again")
+
+
+def test_no_more_requests_a_minute_than_rpm_and_refused_ones_do_not_count(fake_server, key_file):
+    server = fake_server(["x"], "--api-key-file", key_file("rpm-key ci rpm=3"))
+    assert [ask(server, "rpm-key")[0] for _ in range(5)] == [200, 200, 200, 429, 429]
+    status, headers, answer = ask(server, "rpm-key")
+    assert 50 <= int(headers["retry-after"]) <= 60 and "rpm=3" in answer["error"]["message"]
+    assert server.request("GET", "/slots", headers=with_key("rpm-key"))[0] == 200
+
+
+def test_tokens_of_prompt_and_answer_count_for_tpm(fake_server, key_file):
+    server = fake_server(["x"], "--api-key-file", key_file("tpm-key tpm=30"))
+    body = {"prompt": "a" * 20, "n_predict": 5, "ignore_eos": True}
+    assert [ask(server, "tpm-key", "/completion", body)[0] for _ in range(3)] == [200, 200, 429]
+
+
+def test_a_minute_later_the_counts_are_gone(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(serve.time, "perf_counter", lambda: now[0])
+
+    key = serve.Key("k rpm=2")
+    key.admit()
+    key.release(5)
+    now[0] += 20
+    key.admit()
+    key.release(7)
+    with pytest.raises(serve.ApiError) as caught:
+        key.admit()
+    assert caught.value.headers == [("Retry-After", "40")]
+    now[0] += 41
+    key.admit()
+    assert [n for _, n in key.recent] == [0, 7, 0] and key.n_running == 1
+
+
+# ---- Admin routes, reload ------------------------------------------------------------------------
+
+
+def test_once_a_key_is_admin_the_others_cannot_reach_admin_routes(fake_server, key_file):
+    server = fake_server(["x"], "--api-key-file", key_file("plain", "boss boss admin"))
+    status, _, body = server.request("GET", "/slots", headers=with_key("plain"))
+    assert status == 403 and json.loads(body)["error"]["type"] == "permission_error"
+    assert server.request("GET", "/slots", headers=with_key("boss"))[0] == 200
+    assert server.request("GET", "/props", headers=with_key("plain"))[0] == 200
+    assert server.request("GET", "/slots", headers=with_key("wrong"))[0] == 401
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no SIGHUP here")
+def test_sighup_reads_the_keys_again_and_a_mistake_changes_nothing(own_server, key_file):
+    path = key_file("old")
+    server = own_server("--fake", "--api-key-file", path).wait_ready()
+    key_file("new")
+    server.send_signal(signal.SIGHUP)
+    eventually(lambda: ask(server, "new")[0] == 200, "the new key")
+    assert ask(server, "old")[0] == 401
+    key_file("broken one two")
+    server.send_signal(signal.SIGHUP)
+    eventually(lambda: "the keys stay as they were" in server.log(), "the complaint")
+    assert ask(server, "new")[0] == 200
+    assert "broken" not in server.log()
+
+
+# ---- Audit log -----------------------------------------------------------------------------------
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_audit_log_has_a_line_per_request_and_never_its_text(own_server, tmp_path, key_file):
+    path = tmp_path / "audit.jsonl"
+    args = ("--audit-log", path, "--api-key-file", key_file("s3cret ci"), "--alias", "tiny")
+    server = own_server("--fake", *args).wait_ready()
+    headers = with_key("s3cret") | {"x-request-id": "mine"}
+    body = {"messages": [{"role": "user", "content": "PRIVATE words"}], "max_tokens": 3}
+    assert server.request("POST", CHAT, body, headers)[0] == 200
+    assert server.request("POST", CHAT, body | {"stream": True}, with_key("s3cret"))[0] == 200
+    assert server.request("POST", CHAT, body | {"n": 0}, with_key("s3cret"))[0] == 400
+    assert server.request("GET", "/slots", headers=with_key("bad"))[0] == 401
+    assert server.request("GET", "/nope", headers=with_key("s3cret"))[0] == 404
+    assert server.request("GET", "/health")[0] == 200
+
+    def rows():
+        return rows_of(path)[[row["id"] for row in rows_of(path)].index("mine") :]
+
+    eventually(lambda: len(rows_of(path)) > 6 and len(rows()) == 6, "six lines")
+    rows = rows()
+    assert [row["status"] for row in rows] == [200, 200, 400, 401, 404, 200]
+    assert [row["key"] for row in rows] == ["ci", "ci", "ci", "", "ci", ""]
+    first = rows[0]
+    assert first["id"] == "mine" and first["address"] == "127.0.0.1"
+    assert (first["route"], first["method"], first["model"]) == (CHAT, "POST", "tiny")
+    assert first["completion_tokens"] == 3 and first["finish_reason"] == "length"
+    assert first["prompt_tokens"] > 0 and first["prompt_tokens_details"] == {"cached_tokens": 0}
+    for name in ("queue_ms", "prefill_ms", "decode_ms"):
+        assert first[name] >= 0
+    text = path.read_text()
+    assert "PRIVATE" not in text and "s3cret" not in text and "fake engine" not in text
+
+
+def test_a_client_that_leaves_and_a_refused_one_are_in_the_audit_log(own_server, tmp_path):
+    path = tmp_path / "audit.jsonl"
+    server = own_server("--fake", "--audit-log", path, "--fake-delay", 0.01).wait_ready()
+    with server.connect() as sock:
+        sock.sendall(http_request(CHAT, ENDLESS))
+        reader = Reader(sock)
+        assert reader.head()[0] == 200
+        reader.chunk()
+    eventually(lambda: rows_of(path)[-1]["status"] == 499, "the line of who left")
+    assert rows_of(path)[-1]["finish_reason"] == ""
+    with server.connect() as sock:
+        sock.sendall(http_request(CHAT, ENDLESS)[:-9])
+    eventually(lambda: rows_of(path)[-1]["status"] in (400, 499), "the line of half a request")
+
+
+def test_the_audit_log_and_the_metrics_agree(own_server, tmp_path):
+    path = tmp_path / "audit.jsonl"
+    server = own_server("--fake", "--metrics", "--audit-log", path).wait_ready()
+    texts = [f"question {i}" for i in range(4)]
+    bodies = [{"prompt": text, "n_predict": 2 + i} for i, text in enumerate(texts)]
+    asked = in_threads(*[lambda b=b: server.request("POST", "/completion", b)[0] for b in bodies])
+    several = {"prompt": texts, "n_predict": 3, "n": 2, "stream": True}
+    assert [*asked, server.request("POST", "/v1/completions", several)[0]] == [200] * 5
+    eventually(lambda: sum("model" in row for row in rows_of(path)) == 5, "five lines")
+    rows = [row for row in rows_of(path) if "model" in row]
+    lines = server.request("GET", "/metrics")[2].decode().splitlines()
+    metrics = dict(line.split(" ") for line in lines if not line.startswith("#"))
+    assert int(metrics["llamacpp:tokens_predicted_total"]) == sum(
+        row["completion_tokens"] for row in rows
+    )
+    n_prompt = sum(row["prompt_tokens"] for row in rows[:4]) + 2 * rows[4]["prompt_tokens"]
+    assert int(metrics["llamacpp:prompt_tokens_total"]) == n_prompt  # the fake has no cache
+    decode_s = sum(row["decode_ms"] for row in rows[:4]) / 1e3
+    assert 0 < decode_s <= float(metrics["llamacpp:tokens_predicted_seconds_total"]) + 1e-5
+
+
+def test_the_audit_log_is_whole_after_kill_9_under_load(own_server, tmp_path):
+    path = tmp_path / "audit.jsonl"
+    server = own_server("--fake", "--audit-log", path, "--parallel", 4).wait_ready()
+    done = []
+
+    def client(number):
+        while time.monotonic() < end:
+            try:
+                headers = {"x-request-id": f"{number}-{len(done)}"}
+                status, given, _ = server.request("POST", CHAT, ASK, headers)
+            except OSError:
+                return
+            if status == 200:
+                done.append((time.monotonic(), given["x-request-id"]))
+
+    end = time.monotonic() + 3
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.5)
+    killed = time.monotonic()
+    server.process.kill()
+    for thread in threads:
+        thread.join()
+    written = {row["id"] for row in rows_of(path)}
+    missing = {name for when, name in done if when < killed - 1 and name not in written}
+    assert len(done) > 20 and not missing
+
+
+def test_with_a_full_disk_the_lines_are_in_the_other_log_and_requests_go_on(own_server):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    server = own_server("--fake", "--audit-log", "/dev/full").wait_ready()
+    assert server.request("GET", "/health", headers={"x-request-id": "kept"})[0] == 200
+    eventually(lambda: '"id":"kept"' in server.log(), "the line")
+    assert "the audit log cannot be written: [Errno 28]" in server.log()
+    assert "Traceback" not in server.log()
+
+
+def test_an_audit_log_that_cannot_be_opened_ends_the_start(own_server, tmp_path):
+    server = own_server("--fake", "--audit-log", tmp_path / "no" / "such")
+    assert server.wait_end() == 1 and len(server.log().strip().splitlines()) == 1
+
+
+def test_the_audit_log_is_rotated_by_size(tmp_path):
+    file = serve.AuditFile(tmp_path / "a", "a", 2000, serve.N_AUDIT_FILES)
+    for i in range(1000):
+        file.emit(logging.makeLogRecord({"msg": json.dumps({"n": i})}))
+    file.close()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["a", *(f"a.{i}" for i in range(1, serve.N_AUDIT_FILES + 1))]
+    assert all(path.stat().st_size <= 2000 for path in tmp_path.iterdir())
+    assert rows_of(tmp_path / "a")[-1]["n"] == 999
+
+
+# ---- The log ------------------------------------------------------------------------------------
+
+
+def test_the_log_can_be_json_lines_tracebacks_too(own_server):
+    server = own_server("--fake", "--log-format", "json", program="serve_faulty.py").wait_ready()
+    body = {"prompt": "FAIL-IN-DECODE", "n_predict": 9, "ignore_eos": True}
+    assert server.post("/completion", body)[0] == 503
+    server.expect_traceback("planted in decode")
+    rows = [json.loads(line) for line in server.log().splitlines()]
+    assert {"time", "level", "logger", "message"} <= rows[0].keys()
+    assert any("Traceback" in row["message"] for row in rows)
+
+
+# ---- Fatal faults --------------------------------------------------------------------------------
+
+
+def test_a_step_that_hangs_is_in_the_log_with_its_stack_and_fatal_if_told_so(own_server):
+    args = ("--fake", "--step-timeout", 0.3, "--on-step-timeout", "fatal", "--fake-delay", 30)
+    server = own_server(*args).wait_ready()
+    with server.connect() as sock:
+        sock.sendall(http_request("/completion", {"prompt": "a", "n_predict": 2}))
+        assert server.wait_end() == 70
+    assert "the engine has been in one step for" in server.log() and "time.sleep" in server.log()
+
+
+def test_many_clients_with_keys_at_once_are_counted_right(fake_server, key_file):
+    server = fake_server(["x"], "--api-key-file", key_file("many rpm=10"), "--parallel", 4)
+    statuses = in_threads(*[lambda: ask(server, "many")[0]] * 20)
+    assert sorted(statuses) == [200] * 10 + [429] * 10
