@@ -148,12 +148,14 @@ class Piece:
 
 
 class EndKind(Enum):
-    """How a job ended; the first three are `done` above and have exllamav3's `eos_reason`."""
+    """How a job ended; the first three are `done` above and have exllamav3's `eos_reason`, the last
+    two are `failed`."""
 
     STOP = "stop_token"
     LIMIT = "max_new_tokens"
     GRAMMAR = "end_filter"  # the grammar allows nothing more
     CANCELLED = "cancelled"
+    REFUSED = "refused"  # as it turns out, its request cannot be served
     FAILED = "failed"
 
 
@@ -166,7 +168,7 @@ class Update:
     progress: int | None = None  # prompt tokens evaluated or found in the cache so far
     pieces: list[Piece] = field(default_factory=list)
     end: EndKind | None = None
-    error: str = ""  # with FAILED: what to tell the client
+    error: str = ""  # with FAILED and REFUSED: what to tell the client
     retry: bool = False  # with FAILED: the same request may succeed when sent again
     n_cached: int = 0  # prompt tokens served from the prefix cache
     n_decoded: int = 0
@@ -551,7 +553,7 @@ class Exl3Backend:
             update.end = EndKind(result["eos_reason"])
         if update.end is EndKind.GRAMMAR and job.params.grammar._matcher.is_error():
             reason = job.params.grammar._matcher.get_error()[:200]
-            update.end, update.error = EndKind.FAILED, f"the grammar failed: {reason}"
+            update.end, update.error = EndKind.REFUSED, f"the grammar failed: {reason}"
         held = result.get("held", {})
         if "token_ids" in held:
             # The stop token, perhaps behind a character that stays incomplete

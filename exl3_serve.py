@@ -453,12 +453,11 @@ class Pipeline:
     def __init__(self, tags: ThinkTags, ids: dict[int, str], in_thought: Any, stops: Any = ()):
         """`in_thought`: whether the prompt ends in a thought; None: none is told from the answer.
         `ids`: the tags that are one token, by that."""
-        self.scanners = {"content": Scanner(stops)}
-        self.scanners["start"] = Scanner(tags.openings, ids, glue=True, leading=True)
-        self.scanners["reasoning"] = Scanner([tags.close], ids, glue=True)
+        self.stop, self.stopped = Scanner(stops), ""  # the stop string that was found
+        self.scanners = {"start": Scanner(tags.openings, ids, glue=True, leading=True)}
+        self.scanners |= {"reasoning": Scanner([tags.close], ids, glue=True), "content": self.stop}
         self.phase = {None: "content", False: "start", True: "reasoning"}[in_thought]
         self.after_tag = in_thought is True  # white space that comes now goes with the tag
-        self.stop, self.stopped = self.scanners["content"], ""  # the stop string that was found
 
     def feed(self, text: str, ids: Sequence[int]) -> list[Delta]:
         """The deltas of one piece; after `stopped` is set there are no more."""
@@ -491,8 +490,7 @@ class Pipeline:
 
     def finish(self) -> list[Delta]:
         """What was still held when the text ended."""
-        names = ("start", "reasoning", "content")
-        return [delta for name in names for delta in self._deltas(self.scanners[name].finish())]
+        return [delta for s in self.scanners.values() for delta in self._deltas(s.finish())]
 
 
 # ==== Requests: from a checked body to jobs =======================================================
@@ -1169,8 +1167,9 @@ class Answer:
     def end(self, choice: Choice, update: eng.Update) -> None:
         """The end is one more piece: the text that was held."""
         if not choice.stop_type:
-            if update.end is eng.EndKind.FAILED:
-                return self.finish(ApiError(503 if update.retry else 500, update.error))
+            if update.end in (eng.EndKind.FAILED, eng.EndKind.REFUSED):
+                blamed = 400 if update.end is eng.EndKind.REFUSED else 500
+                return self.finish(ApiError(503 if update.retry else blamed, update.error))
             choice.n_decoded = max(choice.n_decoded, update.n_decoded)
             choice.stop_type = "limit" if update.end is eng.EndKind.LIMIT else "eos"
         self.feed(choice, eng.Piece("", [], choice.n_decoded), choice.pipeline.finish())

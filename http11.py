@@ -59,8 +59,8 @@ A vanished client
     read, and not missed before the next write to it.
 
 A slow reader
-    Tokens are pushed, never awaited. Of a stream write_bytes may be unsent; who is written to with
-    more, or takes nothing for write_timeout, is dropped. Nobody else waits. Pipelined requests wait
+    Tokens are pushed, never awaited. Of a stream write_bytes may be unsent; who has more at a tick,
+    or takes nothing for write_timeout, is dropped. Nobody else waits. Pipelined requests wait
     while answers are unsent.
 
 A slow sender
@@ -288,8 +288,6 @@ class Exchange:
         connection, transport = self._connection, self._connection.transport
         if not data or connection.exchange is not self or transport.is_closing():
             return
-        if transport.get_write_buffer_size() > connection.limits.write_bytes:
-            return transport.abort()
         # Chunks are what h11 would write (a test compares them), at a fifth of the time
         connection.send(connection.part(data) if self._raw else b"%x\r\n%b\r\n" % (len(data), data))
         self.last_write = time.perf_counter()
@@ -480,7 +478,8 @@ class Connection(asyncio.BufferedProtocol):
         unsent = self.transport.get_write_buffer_size()
         if not unsent or self.n_written - unsent > self.n_accepted:
             self.n_accepted, self.progressed = self.n_written - unsent, now
-        if now - self.progressed > self.limits.write_timeout:
+        too_far_behind = self.exchange is not None and unsent > self.limits.write_bytes
+        if too_far_behind or now - self.progressed > self.limits.write_timeout:
             self.transport.abort()
         elif now > self.deadline and not unsent and not self.transport.is_closing():
             if self.state in (State.HEAD, State.BODY):

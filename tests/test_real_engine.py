@@ -701,6 +701,18 @@ def test_a_lark_grammar_is_obeyed(server):
     server.refused("/completion", body | {"grammar": 'root ::= "a"'}, "only one of")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_spells_a_control_token_is_the_requests_fault(server, stream):
+    """llguidance lets the token through where the grammar spells its text, and then refuses it."""
+    body = {"prompt": "Say", "grammar": 'root ::= "<|im_start|>" "b"', "stream": stream}
+    bias = {"logit_bias": [["<|im_start|>", 100]]}
+    status, _, answer = server.request("POST", "/completion", body | bias | {"n_predict": 9})
+    error = json.loads(sse_data(answer)[-1] if stream else answer)["error"]
+    assert status == (200 if stream else 400) and error["code"] == 400
+    assert error["message"].startswith("the grammar failed: ")
+    server.assert_alive()
+
+
 # ---- What once made the generator fail -----------------------------------------------------------
 
 EDGES = [
