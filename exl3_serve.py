@@ -1877,18 +1877,19 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     app.tick()
     if failure := await app.done:
         log.error("%s", failure)
-    if app.ready and app.engine.fatal and args.on_fatal == "restart":
-        await server.wait_idle(0.5)  # for the errors that requests have got
-        restart(sockets)
-    server.stop_accepting()
-    await server.wait_idle(0 if failure else args.drain_seconds)
+    restarts = app.ready and bool(app.engine.fatal) and args.on_fatal == "restart"
+    if not restarts:
+        server.stop_accepting()
+        await server.wait_idle(0 if failure else args.drain_seconds)
     for answer in list(app.answers):
         answer.finish(ApiError(503, "the server is shutting down"))
     await server.wait_idle(0.5)
     server.close()
-    while server.connections:  # the audit log hears of each in the next turns of the loop
-        await asyncio.sleep(0)
-    app.scribe.shutdown()
+    await asyncio.sleep(0.1)  # the audit log hears of each in the next turns of the loop
+    # All its lines are written; but a disk that hangs must not keep the process
+    await asyncio.wait([asyncio.wrap_future(app.scribe.submit(int))], timeout=2)
+    if restarts:
+        restart(sockets)
     if app.ready:
         app.engine.close()
         return 70 if app.engine.fatal else 0  # sysexits.h EX_SOFTWARE

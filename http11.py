@@ -529,7 +529,8 @@ class Server:
                     pathlib.Path(path).unlink(missing_ok=True)
             listener.close()  # and never wait_closed: since 3.12 it waits for every connection
         for connection in list(self.connections):
-            if connection.state is State.IDLE:
+            # Once: after a second close asyncio's TLS transport cannot be aborted any more
+            if connection.state is State.IDLE and not connection.transport.is_closing():
                 connection.transport.close()
 
     async def wait_idle(self, timeout: float) -> bool:
@@ -542,8 +543,8 @@ class Server:
         return True
 
     def close(self) -> None:
-        """Drops everything. on_gone of what ran is called in the next turn of the loop."""
-        self.stop_accepting()
+        """Drops every connection; what listens is stop_accepting's matter. on_gone of what ran is
+        called in the next turn of the loop."""
         for connection in list(self.connections):
             connection.transport.abort()
         self._ticker.cancel()

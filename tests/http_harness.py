@@ -158,6 +158,7 @@ class Served:
         return self.app.held.pop(0)
 
     def stop(self) -> None:
+        self.call(self.server.stop_accepting)
         self.call(self.server.close)
         eventually(lambda: not self.server.connections, "all connections lost")
         self.call(lambda: None)  # one more turn of the loop

@@ -896,6 +896,16 @@ def test_who_does_not_finish_the_handshake_is_cut_and_speaks_to_no_app(tls_conte
         assert served.app.heads == []
 
 
+def test_a_tls_client_that_says_no_goodbye_is_dropped_at_the_end(tls_contexts):
+    with serving_tls(tls_contexts) as (served, connect), connect() as idle:
+        idle.sendall(request("/echo"))
+        assert read_answer(idle)[0] == 200
+        for _ in range(2):  # nothing is closed twice
+            served.call(served.server.stop_accepting)
+        served.call(served.server.close)
+        eventually(lambda: not served.server.connections)
+
+
 def test_a_stop_over_tls_closes_idle_and_finishes_what_runs(tls_contexts):
     with serving_tls(tls_contexts) as (served, connect), connect() as idle, connect() as busy:
         idle.sendall(request("/echo"))

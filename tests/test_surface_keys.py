@@ -300,3 +300,56 @@ def test_many_clients_with_keys_at_once_are_counted_right(fake_server, key_file)
     server = fake_server(["x"], "--api-key-file", key_file("many rpm=10"), "--parallel", 4)
     statuses = in_threads(*[lambda: ask(server, "many")[0]] * 20)
     assert sorted(statuses) == [200] * 10 + [429] * 10
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO here")
+def test_an_audit_log_that_hangs_keeps_neither_requests_nor_the_end(own_server, tmp_path):
+    path = tmp_path / "audit.jsonl"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # and it never reads
+    server = own_server("--fake", "--audit-log", path).wait_ready()
+    full = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: " + b"a" * 100 + b"\r\n\r\n"
+    with server.connect() as sock:
+        sock.sendall(full * 500)
+        answers = Reader(sock)
+        assert all(answers.answer()[0] == 200 for _ in range(500))
+    server.send_signal(signal.SIGTERM)
+    assert server.wait_end() == 0
+    os.close(reader)
+
+
+def test_a_long_method_is_cut_in_the_audit_log(own_server, tmp_path):
+    path = tmp_path / "audit.jsonl"
+    server = own_server("--fake", "--audit-log", path).wait_ready()
+    assert server.request("M" * 50_000, "/health")[0] == 405
+    eventually(lambda: rows_of(path)[-1]["status"] == 405, "its line")
+    assert rows_of(path)[-1]["method"] == "M" * 20
+
+
+def test_before_a_restart_all_are_answered_and_in_the_audit_log(own_server, tmp_path):
+    path = tmp_path / "audit.jsonl"
+    args = ("--step-timeout", 0.3, "--on-step-timeout", "fatal", "--on-fatal", "restart")
+    args += ("--fake-delay", 5, "--audit-log", path)
+    server = own_server("--fake", *args).wait_ready()
+    bodies = [{"prompt": "a", "stream": bool(n % 2)} for n in range(6)]
+    asked = in_threads(*[lambda b=b: server.request("POST", "/completion", b)[::2] for b in bodies])
+    assert [status for status, _ in asked] == [503, 200] * 3
+    assert all(b'"code":503' in answer for _, answer in asked)
+    eventually(lambda: server.log().count("listening on") == 2, "the process that started anew")
+    assert sum("model" in row for row in rows_of(path)) == 6
+
+
+@pytest.mark.parametrize("attempt", range(2))
+def test_the_lines_of_what_a_dead_engine_failed_are_written_before_a_restart(
+    own_server, tmp_path, attempt
+):
+    path = tmp_path / "audit.jsonl"
+    args = ("--fake", "--on-fatal", "restart", "--parallel", 8, "--audit-log", path)
+    server = own_server(*args, program="serve_faulty.py", FAULTY_REBUILD="no").wait_ready()
+    prompts = ["a"] * 24 + ["FAIL-IN-DECODE"]
+    bodies = [{"prompt": prompt, "n_predict": 500, "ignore_eos": True} for prompt in prompts]
+    asked = [lambda b=b: server.request("POST", "/completion", b)[0] for b in bodies]
+    assert set(in_threads(*asked)) <= {200, 500, 503}
+    server.expect_traceback("planted in decode")
+    eventually(lambda: server.log().count("listening on") == 2, "the process that started anew")
+    assert sum(row["route"] == "/completion" for row in rows_of(path)) == len(bodies)
+
+
