@@ -1227,7 +1227,7 @@ class Key:
     def __init__(self, line: str) -> None:
         """ValueError names a word that is not understood, and never the key."""
         secret, *words = line.split()
-        limits = [re.fullmatch(r"(max_parallel|rpm|tpm)=(\d{1,9})", word) for word in words]
+        limits = [re.fullmatch(r"(max_parallel|rpm|tpm)=([1-9]\d{0,8})", word) for word in words]
         names = [word for word, m in zip(words, limits, strict=True) if not m and word != "admin"]
         if len(names) > 1 or "=" in "".join(names):
             raise ValueError(f"{names[-1]!r} is not understood")
@@ -1244,8 +1244,9 @@ class Key:
         used = {"max_parallel": self.n_running, "rpm": tokens.count(0), "tpm": sum(tokens)}
         for name, limit in self.limits.items():
             if used[name] >= limit:
-                wait_s = 1 if name == "max_parallel" else self.recent[0][0] + WINDOW_S - now
-                headers = [("Retry-After", f"{wait_s:.0f}")]
+                counted = [when for when, n in self.recent if bool(n) is (name == "tpm")]
+                wait_s = 1 if name == "max_parallel" else counted[0] + WINDOW_S - now
+                headers = [("Retry-After", f"{math.ceil(wait_s)}")]
                 raise ApiError(429, f"this key's limit {name}={limit} is reached", headers=headers)
         self.n_running += 1
         self.recent.append((now, 0))
@@ -1825,8 +1826,8 @@ def tls_context(args: argparse.Namespace) -> ssl.SSLContext:
 def read_keys(args: argparse.Namespace) -> list[Key]:
     path = args.api_key_file
     with eng.naming(f"--api-key-file {path}"):
-        lines = Path(path).read_text("utf-8").splitlines() if path else []
-        keys = [Key(line) for line in [*(args.api_key or []), *lines] if line.strip()]
+        lines = Path(path).read_text("utf-8-sig").splitlines() if path else []
+        keys = [Key(line) for line in [*(args.api_key or []), *lines] if line.split("#")[0].strip()]
     if not keys and (path or args.api_key is not None):
         raise eng.LoadError("there is no key in --api-key or --api-key-file")
     return keys

@@ -51,7 +51,9 @@ def test_a_line_is_a_key_and_what_it_may():
     assert (key.secret, key.name, key.admin, key.limits) == (b"alone", "", False, {})
 
 
-@pytest.mark.parametrize("word", ["rpm=x", "rpm=-1", "rpm=", "speed=3", "rpm=1.5"])
+@pytest.mark.parametrize(
+    "word", ["rpm=x", "rpm=-1", "rpm=", "speed=3", "rpm=1.5", "rpm=0", "max_parallel=0", "tpm=00"]
+)
 def test_a_word_that_is_not_understood_is_named_and_the_key_is_not(word):
     with pytest.raises(ValueError, match=re.escape(word)) as caught:
         serve.Key(f"s3cret name {word}")
@@ -64,6 +66,14 @@ def test_a_mistake_in_the_file_ends_the_start_with_one_line(own_server, key_file
     assert server.wait_end() == 1
     line = f"exl3-serve: --api-key-file {path}: 'words' is not understood"
     assert server.log().strip().splitlines() == [line]
+
+
+def test_a_mark_of_the_encoding_is_no_part_of_a_key_and_a_comment_is_no_key(own_server, tmp_path):
+    path = tmp_path / "keys"
+    path.write_bytes(b"\xef\xbb\xbffirst\r\n# keys\r\n\t#second\r\nwith#sign\r\n")
+    server = own_server("--fake", "--api-key-file", path).wait_ready()
+    keys = ("first", "with#sign", "#", "#second", "second")
+    assert [ask(server, key)[0] for key in keys] == [200, 200, 401, 401, 401]
 
 
 # ---- Limits --------------------------------------------------------------------------------------
@@ -113,6 +123,26 @@ def test_a_minute_later_the_counts_are_gone(monkeypatch):
     now[0] += 41
     key.admit()
     assert [n for _, n in key.recent] == [0, 7, 0] and key.n_running == 1
+
+
+def test_retry_after_is_when_the_limit_that_is_reached_allows_one_more(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(serve.time, "perf_counter", lambda: now[0])
+
+    key = serve.Key("k rpm=2 tpm=100")
+    key.admit()
+    now[0] += 30.25
+    key.release(100)
+    with pytest.raises(serve.ApiError) as caught:
+        key.admit()
+    assert "tpm=100" in caught.value.message
+    assert caught.value.headers == [("Retry-After", "60")]
+    now[0] += 59.9
+    with pytest.raises(serve.ApiError) as caught:
+        key.admit()
+    assert caught.value.headers == [("Retry-After", "1")]  # never 0
+    now[0] += 0.2
+    key.admit()
 
 
 # ---- Admin routes, reload ------------------------------------------------------------------------
@@ -296,34 +326,6 @@ def test_a_step_that_hangs_is_in_the_log_with_its_stack_and_fatal_if_told_so(own
     assert "the engine has been in one step for" in server.log() and "time.sleep" in server.log()
 
 
-def test_many_clients_with_keys_at_once_are_counted_right(fake_server, key_file):
-    server = fake_server(["x"], "--api-key-file", key_file("many rpm=10"), "--parallel", 4)
-    statuses = in_threads(*[lambda: ask(server, "many")[0]] * 20)
-    assert sorted(statuses) == [200] * 10 + [429] * 10
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO here")
-def test_an_audit_log_that_hangs_keeps_neither_requests_nor_the_end(own_server, tmp_path):
-    path = tmp_path / "audit.jsonl"
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # and it never reads
-    server = own_server("--fake", "--audit-log", path).wait_ready()
-    full = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: " + b"a" * 100 + b"\r\n\r\n"
-    with server.connect() as sock:
-        sock.sendall(full * 500)
-        answers = Reader(sock)
-        assert all(answers.answer()[0] == 200 for _ in range(500))
-    server.send_signal(signal.SIGTERM)
-    assert server.wait_end() == 0
-    os.close(reader)
-
-
-def test_a_long_method_is_cut_in_the_audit_log(own_server, tmp_path):
-    path = tmp_path / "audit.jsonl"
-    server = own_server("--fake", "--audit-log", path).wait_ready()
-    assert server.request("M" * 50_000, "/health")[0] == 405
-    eventually(lambda: rows_of(path)[-1]["status"] == 405, "its line")
-    assert rows_of(path)[-1]["method"] == "M" * 20
-
-
 def test_before_a_restart_all_are_answered_and_in_the_audit_log(own_server, tmp_path):
     path = tmp_path / "audit.jsonl"
     args = ("--step-timeout", 0.3, "--on-step-timeout", "fatal", "--on-fatal", "restart")
@@ -353,3 +355,7 @@ def test_the_lines_of_what_a_dead_engine_failed_are_written_before_a_restart(
     assert sum(row["route"] == "/completion" for row in rows_of(path)) == len(bodies)
 
 
+def test_many_clients_with_keys_at_once_are_counted_right(fake_server, key_file):
+    server = fake_server(["x"], "--api-key-file", key_file("many rpm=10"), "--parallel", 4)
+    statuses = in_threads(*[lambda: ask(server, "many")[0]] * 20)
+    assert sorted(statuses) == [200] * 10 + [429] * 10
