@@ -1109,7 +1109,7 @@ class Answer:
 
     def begin(self) -> None:
         """Queues the jobs and sends the head of a stream; 429 when the key's limit is reached."""
-        self.began, key = time.perf_counter(), self.app.key_of(self.exchange.request)
+        self.began, key = time.perf_counter(), self.exchange.request.key
         self.key = key if key and key.limits else None  # whose use is counted
         if self.key:
             self.key.admit()
@@ -1359,7 +1359,7 @@ class App:
         return bool(self.keys) or local or not {origin, "*"}.isdisjoint(self.args.cors_origins)
 
     def check_key(self, request: Request, path: str) -> None:
-        key = self.key_of(request)
+        key = request.key = self.key_of(request)
         if self.keys and key is None:
             raise ApiError(401, "Invalid API Key")
         if path in ADMIN_ROUTES and key and not key.admin and any(k.admin for k in self.keys):
@@ -1375,10 +1375,9 @@ class App:
         """A line of the audit log says what came of it, and nothing of its text."""
         if request is None or not self.audit:
             return
-        key = self.key_of(request)
         row: dict[str, Any] = {"time": time.strftime("%FT%T%z"), "id": request_id(request)}
-        row |= {"address": request.peer, "key": key.name if key else ""}
-        row |= {"method": request.method, "route": request.path[:100], "status": status}
+        row |= {"address": request.peer, "key": request.key.name if request.key else ""}
+        row |= {"method": request.method[:20], "route": request.path[:100], "status": status}
         row |= request.context.figures() if isinstance(request.context, Answer) else {}
         self.scribe.submit(self.audit.emit, logging.makeLogRecord({"msg": dumps(row).decode()}))
 

@@ -135,6 +135,7 @@ class Request:
     headers: dict[str, str]  # lower-case names, latin-1 values, duplicates joined with ", "
     body: bytes | bytearray = b""  # empty in on_head, grows, complete in on_request
     context: Any = None  # the app's; not touched here
+    key: Any = None  # likewise
     peer: str = ""  # the client's address; none over a Unix socket
 
 

@@ -172,6 +172,23 @@ def test_sighup_reads_the_keys_again_and_a_mistake_changes_nothing(own_server, k
     assert "broken" not in server.log()
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no SIGHUP here")
+def test_what_a_key_began_has_its_name_in_the_audit_log_also_when_it_is_revoked(
+    own_server, tmp_path, key_file
+):
+    path = tmp_path / "audit.jsonl"
+    args = ("--fake-delay", 0.02, "--audit-log", path, "--api-key-file", key_file("old leaked"))
+    server = own_server("--fake", *args).wait_ready()
+    with server.connect() as sock:
+        sock.sendall(http_request(CHAT, ENDLESS, headers=with_key("old")))
+        assert Reader(sock).head()[0] == 200
+        key_file("new")
+        server.send_signal(signal.SIGHUP)
+        eventually(lambda: ask(server, "new")[0] == 200, "the new key")
+    eventually(lambda: any(row["status"] == 499 for row in rows_of(path)), "its line")
+    assert {row["key"] for row in rows_of(path) if row["status"] == 499} == {"leaked"}
+
+
 # ---- Audit log -----------------------------------------------------------------------------------
 
 
