@@ -1771,9 +1771,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    import yaml
-
     with eng.naming(f"--config {path}"):
+        import yaml
+
         settings = dict(yaml.safe_load(Path(path).read_text("utf-8")) or {})
     return settings
 
@@ -1785,7 +1785,7 @@ def as_argv(parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[s
         flag, value = f"--{key}", ",".join(map(str, value)) if isinstance(value, list) else value
         if flag not in known:
             parser.error(f"--config: there is no option {flag}")
-        text = dumps(value).decode() if isinstance(value, dict) else str(value)
+        text = json.dumps(value, default=str) if isinstance(value, dict) else str(value)
         if known[flag].nargs == 0 and text.lower() in TRUE + FALSE:
             flag = flag if text.lower() in TRUE else f"--no-{key}"
             argv += [flag] if flag in known else []

@@ -220,8 +220,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
             return [_bind_unix(host)]
         for name in ("127.0.0.1", "::1") if host == "localhost" else (host.strip("[]"),):
             bound.append(_bind_tcp(name, bound[0].getsockname()[1] if bound else port))
-    except (OSError, AttributeError, OverflowError, UnicodeError) as exc:
-        # The last three: no AF_UNIX here, no such port, no possible name.
+    except (OSError, AttributeError, OverflowError, UnicodeError, TypeError) as exc:
+        # All but the first: no AF_UNIX here, no such port, no possible name.
         if bound and getattr(exc, "errno", None) in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             return bound  # this machine has no ::1
         for sock in bound:

@@ -137,6 +137,7 @@ FAULTS = {
     "port in the environment": ([], None, {"LLAMA_ARG_PORT": "x"}, 2, "--port"),
     "format in the environment": ([], None, {"LLAMA_ARG_THINK": "zz"}, 2, "--reasoning-format"),
     "delay": (["--fake-delay", "-1"], None, {}, 2, "--fake-delay"),
+    "host is no text": (["--host", "\udcff"], None, {}, 1, "cannot listen on"),
     "port is too large": (["--port", "80000"], None, {}, 1, "80000"),
 }
 

@@ -302,6 +302,30 @@ def test_with_a_full_disk_the_lines_are_in_the_other_log_and_requests_go_on(own_
     assert "Traceback" not in server.log()
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFO here")
+def test_an_audit_log_that_hangs_keeps_neither_requests_nor_the_end(own_server, tmp_path):
+    path = tmp_path / "audit.jsonl"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # and it never reads
+    server = own_server("--fake", "--audit-log", path).wait_ready()
+    full = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: " + b"a" * 100 + b"\r\n\r\n"
+    with server.connect() as sock:
+        sock.sendall(full * 500)
+        answers = Reader(sock)
+        assert all(answers.answer()[0] == 200 for _ in range(500))
+    server.send_signal(signal.SIGTERM)
+    assert server.wait_end() == 0
+    os.close(reader)
+
+
+def test_a_long_method_is_cut_in_the_audit_log(own_server, tmp_path):
+    path = tmp_path / "audit.jsonl"
+    server = own_server("--fake", "--audit-log", path).wait_ready()
+    assert server.request("M" * 50_000, "/health")[0] == 405
+    eventually(lambda: rows_of(path)[-1]["status"] == 405, "its line")
+    assert rows_of(path)[-1]["method"] == "M" * 20
+
+
 def test_an_audit_log_that_cannot_be_opened_ends_the_start(own_server, tmp_path):
     server = own_server("--fake", "--audit-log", tmp_path / "no" / "such")
     assert server.wait_end() == 1 and len(server.log().strip().splitlines()) == 1

@@ -557,6 +557,11 @@ def test_a_broken_or_missing_config_file_is_one_clear_line(own_server, tmp_path,
     assert line.startswith(f"exl3-serve: --config {path}: ")
 
 
+def test_a_date_in_a_file_is_its_text(own_server, tmp_path):
+    text = "fake: true\nchat-template-kwargs: {date: 2026-01-02}"
+    started_with(own_server, tmp_path, text).wait_ready()
+
+
 @pytest.mark.parametrize(
     "env",
     [{"LLAMA_ARG_PORT": "x"}, {"LLAMA_ARG_THINK": "maybe"}, {"LLAMA_ARG_ENDPOINT_METRICS": "2"}],
