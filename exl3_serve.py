@@ -1112,7 +1112,7 @@ class Answer:
         self.began, key = time.perf_counter(), self.exchange.request.key
         self.key = key if key and key.limits else None  # whose use is counted
         if self.key:
-            self.key.admit()
+            self.key.admit(len(self.choices))
         self.exchange.request.context = self
         self.exchange.on_gone = self.cancel
         self.app.answers.add(self)
@@ -1128,7 +1128,7 @@ class Answer:
         """Nothing more is to be sent: all is said, the client is gone, or one choice failed. What
         still runs is not wanted."""
         if self.key and self in self.app.answers:
-            self.key.release(self.dialect.usage()["total_tokens"])
+            self.key.release(self.dialect.usage()["total_tokens"], len(self.choices))
         self.app.answers.discard(self)
         for choice in self.choices:
             self.app.engine.cancel(choice.job)
@@ -1233,27 +1233,27 @@ class Key:
             raise ValueError(f"{names[-1]!r} is not understood")
         self.secret, self.name, self.admin = secret.encode(), "".join(names), "admin" in words
         self.limits = {m[1]: int(m[2]) for m in limits if m}
-        # Answers under way. Of the last minute: when one began, 0; when it ended, its tokens
+        # Choices under way. Of the last minute: when one began, 0; when it ended, its tokens
         self.n_running, self.recent = 0, list[tuple[float, int]]()
 
-    def admit(self) -> None:
-        """Counts one more answer, or 429 when a limit is reached."""
+    def admit(self, n: int = 1) -> None:
+        """Counts one more answer, of n choices, or 429 when a limit is reached."""
         now = time.perf_counter()
         self.recent = [(when, n) for when, n in self.recent if when > now - WINDOW_S]
         tokens = [n for _, n in self.recent]
-        used = {"max_parallel": self.n_running, "rpm": tokens.count(0), "tpm": sum(tokens)}
+        used = {"max_parallel": self.n_running + n - 1, "rpm": tokens.count(0), "tpm": sum(tokens)}
         for name, limit in self.limits.items():
             if used[name] >= limit:
                 counted = [when for when, n in self.recent if bool(n) is (name == "tpm")]
                 wait_s = 1 if name == "max_parallel" else counted[0] + WINDOW_S - now
                 headers = [("Retry-After", f"{math.ceil(wait_s)}")]
                 raise ApiError(429, f"this key's limit {name}={limit} is reached", headers=headers)
-        self.n_running += 1
+        self.n_running += n
         self.recent.append((now, 0))
 
-    def release(self, n_tokens: int) -> None:
+    def release(self, n_tokens: int, n: int = 1) -> None:
         """Its answer has ended, after so many tokens of prompt and answer."""
-        self.n_running -= 1
+        self.n_running -= n
         self.recent.append((time.perf_counter(), n_tokens))
 
 

@@ -93,6 +93,14 @@ def test_no_more_answers_at_a_time_than_max_parallel(fake_server, key_file):
     eventually(lambda: ask(server, "one")[0] == 200, "the slot of the key is free again")
 
 
+def test_each_choice_counts_for_max_parallel(fake_server, key_file):
+    server = fake_server(["x"], "--api-key-file", key_file("k max_parallel=3"))
+    several = {"prompt": ["a", "b"], "max_tokens": 1}
+    asked = [ask(server, "k", CHAT, ASK | {"n": n})[0] for n in (3, 4, 1)]
+    asked += [ask(server, "k", "/v1/completions", several | {"n": n})[0] for n in (1, 2, 1)]
+    assert asked == [200, 429, 200] * 2
+
+
 def test_no_more_requests_a_minute_than_rpm_and_refused_ones_do_not_count(fake_server, key_file):
     server = fake_server(["x"], "--api-key-file", key_file("rpm-key ci rpm=3"))
     assert [ask(server, "rpm-key")[0] for _ in range(5)] == [200, 200, 200, 429, 429]
