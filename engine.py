@@ -666,7 +666,7 @@ MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as the safetensors crat
 
 # Options that say what is served and where, not how it behaves. Each takes a value.
 ADDRESS = "-m|--model|--model[-_]dir|--host|--port|--path|--config|--api-(?:key|key-file|prefix)"
-ADDRESS += "|--ssl-(?:key|cert)-file"
+ADDRESS += "|--ssl-(?:key|cert)-file|--audit-log|--log-format"
 
 # Tensors that are no part of the text model: towers for images and sound, what projects
 # them into it, MTP heads. (MTP layers numbered on after the last layer are told by their number.)

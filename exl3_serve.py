@@ -774,8 +774,7 @@ def prepare_chat(dialect: type, model: Model, body: dict[str, Any]) -> Task:
     fields = checked(body)
     check(fields.get("tool_choice", "auto"), "tool_choice", Field(("auto", "none")))  # none forced
     prompt, in_thought = render_chat(model, fields)
-    prompts = [(prompt, model.tokenize_prompt(prompt))]
-    task = Task(dialect, model, fields, prompts, in_thought)
+    task = Task(dialect, model, fields, [(prompt, model.tokenize_prompt(prompt))], in_thought)
     # With tools all control tokens are shown: which of them mark a call is the client's to find out
     tools = fields.get("tools")
     task.params["visible_ids"] = model.info.special_ids if tools else model.visible_ids
@@ -1448,6 +1447,8 @@ class App:
 
     def reload_keys(self) -> None:
         """On SIGHUP. Counts start anew; a file with a mistake changes nothing."""
+        if self.audit:  # somebody may have moved its file: the next line opens it anew
+            self.scribe.submit(self.audit.close)
         try:
             self.keys = read_keys(self.args)
         except eng.LoadError as exc:

@@ -675,6 +675,7 @@ def test_what_is_below_a_module_has_its_class():
         ("-gs 20,24 --temp 0.7 -a name", "-gs 20,24 --temp 0.7 -a name"),
         ("-cs 8192 -m", "-cs 8192"),
         ("--api-key=", ""),
+        ("--audit-log /var/log/a --log-format=json -np 2", "-np 2"),
     ],
 )
 def test_arguments_without_addresses_and_keys(argv, kept):

@@ -334,6 +334,20 @@ def test_a_long_method_is_cut_in_the_audit_log(own_server, tmp_path):
     assert rows_of(path)[-1]["method"] == "M" * 20
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no SIGHUP here")
+def test_after_sighup_a_moved_audit_log_is_begun_anew(own_server, tmp_path):
+    path, moved = tmp_path / "audit", tmp_path / "moved"
+    server = own_server("--fake", "--audit-log", path).wait_ready()
+    path.rename(moved)
+    n_before = len(rows_of(moved))
+    server.send_signal(signal.SIGHUP)
+    eventually(lambda: server.get("/health") and path.exists(), "the new file")
+    eventually(lambda: rows_of(path)[-1]["route"] == "/health", "a line in it")
+    n_moved = len(rows_of(moved))
+    assert server.get("/health")[0] == 200 and n_moved >= n_before
+    assert len(rows_of(moved)) == n_moved
+
+
 def test_an_audit_log_that_cannot_be_opened_ends_the_start(own_server, tmp_path):
     server = own_server("--fake", "--audit-log", tmp_path / "no" / "such")
     assert server.wait_end() == 1 and len(server.log().strip().splitlines()) == 1
