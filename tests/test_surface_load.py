@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import re
 import selectors
 import signal
@@ -12,7 +13,16 @@ import time
 from pathlib import Path
 
 import pytest
-from server_process import HI, PATIENCE_S, Reader, eventually, http_request, in_threads, sse_data
+from server_process import (
+    HI,
+    PATIENCE_S,
+    Reader,
+    eventually,
+    http_request,
+    in_threads,
+    reset,
+    sse_data,
+)
 
 CHAT, COMPLETION = "/v1/chat/completions", "/completion"
 N_CONNECTIONS, N_WAITING, N_SLOTS = 1000, 300, 4
@@ -97,6 +107,57 @@ def test_300_requests_wait_on_1000_connections_and_are_answered_in_order(own_ser
     print(f"{each / 1024:.1f} KiB for each waiting request")
     assert each < 128 * 1024 and connected < 128 * 2**20
     server.assert_alive()
+
+
+def test_many_who_ask_while_the_model_loads_are_told_so_and_then_answered(own_server):
+    server = own_server("--fake", program="serve_faulty.py", FAULTY_LOAD_S="2").wait_listening()
+    paths = ["/health", "/v1/models", COMPLETION]
+
+    def client(number):
+        path, body, statuses, waits = paths[number % 3], {"prompt": "a", "n_predict": 1}, [], []
+        give_up = time.monotonic() + PATIENCE_S
+        while statuses[-1:] != [200] and time.monotonic() < give_up:
+            began = time.monotonic()
+            method, sent = ("POST", body) if path == COMPLETION else ("GET", None)
+            statuses.append(server.request(method, path, sent)[0])
+            waits.append(time.monotonic() - began)
+            time.sleep(0.1)
+        return statuses, max(waits)
+
+    found = in_threads(*[lambda n=n: client(n) for n in range(48)])
+    for statuses, worst in found:
+        assert statuses[0] == 503 and statuses[-1] == 200 and set(statuses) == {503, 200}
+        assert worst < 2  # it waits for nothing but its turn
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_under_load_ends_all_in_time_and_each_with_its_line(own_server, tmp_path, number):
+    path = tmp_path / "audit"
+    args = ("--fake-delay", "0.01", "-np", N_SLOTS, "--drain-seconds", "1", "--audit-log", path)
+    server = own_server("--fake", *args).wait_ready()
+    endless = {"prompt": "a", "ignore_eos": True, "n_predict": 4000}
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(server.connect()) for _ in range(100)]
+        for sock in idle:
+            sock.sendall(http_request("/health"))
+            assert Reader(sock).answer()[0] == 200
+        asking = [stack.enter_context(server.connect()) for _ in range(120)]
+        for i, sock in enumerate(asking):
+            sock.sendall(http_request(COMPLETION, endless | {"stream": i % 2 == 0}))
+        eventually(lambda: server.n_busy() == N_SLOTS, "the slots are busy")
+        for sock in asking[:10]:
+            reset(sock)
+        began = time.monotonic()
+        server.send_signal(number)
+        for i, sock in enumerate(asking[10:]):
+            raw = Reader(sock).rest()
+            assert b'"error":{"code":503' in raw and b'"stop":true' not in raw
+            assert raw.startswith(b"HTTP/1.1 200 " if i % 2 == 0 else b"HTTP/1.1 503 ")
+        assert server.wait_end(10) == 0
+        assert time.monotonic() - began < 5
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    statuses = [row["status"] for row in rows if row["route"] == COMPLETION]
+    assert sorted(statuses) == [200] * 55 + [499] * 10 + [503] * 55
 
 
 # ---- Killed --------------------------------------------------------------------------------------
