@@ -406,6 +406,8 @@ class Connection(asyncio.BufferedProtocol):
         self.request = request
         self.refusal = self.app.on_head(request)
         self.body_limit = self.limits.body_bytes if self.refusal is None else DRAIN_BYTES
+        if {"content-length", "transfer-encoding"} <= request.headers.keys():
+            return self.refuse(400, "both Content-Length and Transfer-Encoding")  # RFC 9112 6.1
         announced = int(request.headers.get("content-length", 0))
         expecting = self.h11.they_are_waiting_for_100_continue
         if announced > self.body_limit or (expecting and self.refusal is not None):

@@ -266,6 +266,14 @@ def test_a_refused_body_is_drained_and_the_next_request_is_read_right(status):
         assert len(served.app.heads) == 2
 
 
+def test_a_request_with_two_lengths_is_refused_and_the_connection_closed():
+    with serving() as served:
+        both = request("/echo", method="POST", Content_Length="5", Transfer_Encoding="chunked")
+        reply = served.exchange(both + b"0\r\n\r\n" + request("/echo", b"phantom"))
+        assert reply.startswith(b"HTTP/1.1 400 ") and reply.count(b"HTTP/1.1") == 1
+        assert served.app.requests == []
+
+
 def test_a_refused_chunked_body_is_drained_too():
     with serving() as served, served.connect() as sock:
         sock.sendall(request("/echo", method="POST", Transfer_Encoding="chunked", x_refuse="401"))
