@@ -78,7 +78,7 @@ N_WORKERS = 4  # threads that render, tokenize and compile
 
 ERROR_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 ERROR_TYPES |= {403: "permission_error", 413: "request_too_large", 501: "not_supported_error"}
-ERROR_TYPES |= {429: "rate_limit_error", 503: "unavailable_error"}
+ERROR_TYPES |= {429: "rate_limit_error", 500: "server_error", 503: "unavailable_error"}
 
 
 class ApiError(Exception):
@@ -88,7 +88,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.extra = status, message, extra
         self.headers = extra.pop("headers", [("Retry-After", "1")] if status == 503 else [])
-        self.type = type or ERROR_TYPES.get(status, "server_error")
+        self.type = type or ERROR_TYPES.get(status, ERROR_TYPES[400 if status < 500 else 500])
 
     def body(self) -> dict[str, Any]:
         """llama-server's envelope (server-common.cpp, format_error_response)."""
@@ -547,11 +547,10 @@ class Task:
         self.fields = {key: value for key, value in fields.items() if key in FIELDS_KEPT}
         self.n = fields.get("n_cmpl", fields.get("n", 1))  # choices per prompt
         n_choices = check(self.n * len(prompts), "n", Field(int, 1, MAX_CHOICES))
-        n_ids, n_ctx = max(len(ids) for _, ids in prompts), model.info.n_ctx
-        if n_ids >= n_ctx:
-            text = f"request ({n_ids} tokens) exceeds the available context size ({n_ctx} tokens)"
-            text, kind = text + ", try increasing it", "exceed_context_size_error"
-            raise ApiError(400, text, kind, n_prompt_tokens=n_ids, n_ctx=n_ctx)
+        n, n_ctx = max(len(ids) for _, ids in prompts), model.info.n_ctx
+        if n >= n_ctx:
+            text = f"request ({n} tokens) exceeds the available context size ({n_ctx} tokens)"
+            raise ApiError(400, text, "exceed_context_size_error", n_prompt_tokens=n, n_ctx=n_ctx)
         self.params = generation_params(model, fields)
         self.stops = parse_stops(fields.get("stop"), "stop")
         self.grammars = compiled(model, fields, in_thought is True, n_choices)  # one per choice
@@ -634,8 +633,6 @@ FIM_MARKS = (
     "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
     "<|file_sep|>",
 )
-FIM_SNIPPET = "\n\n--- snippet ---\n\n"  # between files, for a model that has no mark for them
-FIM_BATCH = 2048  # llama-server's default n_batch: the prefix gets 3/4 of it, the suffix 1/4
 
 
 def prepare_infill(dialect: type, model: Model, body: dict[str, Any]) -> Task:
@@ -650,11 +647,13 @@ def prepare_infill(dialect: type, model: Model, body: dict[str, Any]) -> Task:
     extra: list[Any] = [] if repo is None else [repo, "myproject\n"]
     for part in fields.get("input_extra", []):
         name = check(part.get("filename", "tmp"), "input_extra[].filename", Field(str))
-        extra += [FIM_SNIPPET] if file is None else [file, f"{name}\n"]
+        extra += ["\n\n--- snippet ---\n\n"] if file is None else [file, f"{name}\n"]
         extra.append(check(part.get("text"), "input_extra[].text", Field(str)))
     extra += [] if file is None else [file, "filename\n"]
     prompt = model.tokenize(check(fields.get("prompt", ""), "prompt", Field(str)))
-    n_batch = min(FIM_BATCH, model.info.n_ctx // 4)  # the rest is for other files and the answer
+    # llama-server's default n_batch: the prefix gets 3/4 of it and the suffix 1/4; the rest of the
+    # context is for other files and the answer
+    n_batch = min(2048, model.info.n_ctx // 4)
     n_extra, n_suffix = model.info.n_ctx - 2 * n_batch, max(0, n_batch // 4 - 2 - len(prompt))
     whole = parts_ids(model, extra, "input_extra", plain)
     whole = whole[max(0, len(whole) - n_extra) :] + model.bos
@@ -916,9 +915,9 @@ class Dialect:
         """Prompt tokens count once per prompt, not per choice."""
         firsts = self.choices[:: self.task.n]
         n_prompt, n_new = sum(c.n_prompt for c in firsts), sum(c.n_decoded for c in self.choices)
-        usage = {"completion_tokens": n_new, "prompt_tokens": n_prompt}
-        details = {"prompt_tokens_details": {"cached_tokens": sum(c.last.n_cached for c in firsts)}}
-        return usage | {"total_tokens": n_prompt + n_new} | details
+        n_all, n_cached = n_prompt + n_new, sum(c.last.n_cached for c in firsts)
+        usage = {"completion_tokens": n_new, "prompt_tokens": n_prompt, "total_tokens": n_all}
+        return usage | {"prompt_tokens_details": {"cached_tokens": n_cached}}
 
     def error(self, error: ApiError) -> bytes:
         return http11.sse_event(dumps(error.body()))
@@ -1330,7 +1329,7 @@ class App:
             raise ApiError(404, "File Not Found")
         if method not in methods:
             usable = ", ".join([*methods, "OPTIONS", *["HEAD"] * ("GET" in methods)])
-            raise ApiError(405, f"use {usable}", ERROR_TYPES[400], headers=[("Allow", usable)])
+            raise ApiError(405, f"use {usable}", headers=[("Allow", usable)])
         request.context = methods[method]
         if file is None and not self.ready:
             raise ApiError(503, "Loading model", progress=round(self.progress, 3))
@@ -1339,7 +1338,7 @@ class App:
         if isinstance(request.context, str):
             raise ApiError(501, f"this server does not support {request.context}")
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise ApiError(415, "compressed request bodies are not read", ERROR_TYPES[400])
+            raise ApiError(415, "compressed request bodies are not read")
         return None
 
     def check_host(self, request: Request) -> None:
@@ -1868,7 +1867,8 @@ async def serve(args: argparse.Namespace, argv: list[str]) -> int:
     t, n = args.timeout, max(SPARE_FILES, n_files - SPARE_FILES)
     server = Server(app, Limits(header_timeout=t, body_timeout=t, write_timeout=t, connections=n))
     await server.serve(sockets, tls)
-    for name, act in {"SIGINT": app.stop, "SIGTERM": app.stop, "SIGHUP": app.reload_keys}.items():
+    hangup = "SIGHUP" if args.api_key_file or args.audit_log else ""  # else it ends the process
+    for name, act in {"SIGINT": app.stop, "SIGTERM": app.stop, hangup: app.reload_keys}.items():
         if number := getattr(signal, name, None):  # Windows has no SIGHUP, nor add_signal_handler
             signal.signal(number, lambda *_, act=act: app.loop.call_soon_threadsafe(act))
     log.info("listening on %s", " and ".join(urls))

@@ -197,6 +197,14 @@ def test_what_a_key_began_has_its_name_in_the_audit_log_also_when_it_is_revoked(
     assert {row["key"] for row in rows_of(path) if row["status"] == 499} == {"leaked"}
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no SIGHUP here")
+def test_sighup_ends_a_server_that_has_nothing_to_read_again(own_server):
+    """As it ends any program whose terminal is closed."""
+    server = own_server("--fake", "--api-key", "k").wait_ready()
+    server.send_signal(signal.SIGHUP)
+    assert server.wait_end() == -signal.SIGHUP
+
+
 # ---- Audit log -----------------------------------------------------------------------------------
 
 

@@ -468,7 +468,7 @@ DIFFERENCES: list[Difference] = [
         "`/slots`",
         "an idle slot tells nothing of its last request; every slot has `n_past`, the tokens in "
         "the context, and a busy one `n_decoded` and `n_remain` also at the top, but not "
-        "`has_new_line`; `params` are those of `generation_settings` here",
+        "`has_new_line`; `params` are those of `generation_settings` here without texts and biases",
         "requests are not shown to others once they are over; progress can be read off",
         ("server/slots-* slots/*", "$.*[*].n_past: not in llama-server*"),
         ("slots/busy slots/all-busy", "$.slots[*].n_decoded: not in llama-server*"),
