@@ -1237,12 +1237,12 @@ class Key:
     def admit(self, n: int = 1) -> None:
         """Counts one more answer, of n choices, or 429 when a limit is reached."""
         now = time.perf_counter()
-        self.recent = [(when, n) for when, n in self.recent if when > now - WINDOW_S]
-        tokens = [n for _, n in self.recent]
+        self.recent = [row for row in self.recent if row[0] > now - WINDOW_S]
+        tokens = [n_tokens for _, n_tokens in self.recent]
         used = {"max_parallel": self.n_running + n - 1, "rpm": tokens.count(0), "tpm": sum(tokens)}
         for name, limit in self.limits.items():
             if used[name] >= limit:
-                counted = [when for when, n in self.recent if bool(n) is (name == "tpm")]
+                counted = [when for when, spent in self.recent if bool(spent) is (name == "tpm")]
                 wait_s = 1 if name == "max_parallel" else counted[0] + WINDOW_S - now
                 headers = [("Retry-After", f"{math.ceil(wait_s)}")]
                 raise ApiError(429, f"this key's limit {name}={limit} is reached", headers=headers)
@@ -1445,7 +1445,7 @@ class App:
         return took_s if 0 < self.args.step_timeout < took_s else 0.0
 
     def reload_keys(self) -> None:
-        """On SIGHUP. Counts start anew; a file with a mistake changes nothing."""
+        """On SIGHUP. The keys' counts start anew; a file with a mistake changes nothing."""
         if self.audit:  # somebody may have moved its file: the next line opens it anew
             self.scribe.submit(self.audit.close)
         try:
